@@ -1,0 +1,124 @@
+"""Configuration: one frozen object, built once at the edge of each process.
+
+Values come from the defaults here, then the ``parameters`` of a model's ``config.pbtxt``, then one
+YAML file named by the environment variable ``ANGELSPEC_CONFIG``, later ones winning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+CONFIG_ENV = "ANGELSPEC_CONFIG"
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message says which key, the value, and what is allowed."""
+
+
+class EngineConfig(BaseModel):
+    """Every option of the server.  Sizes in tokens or blocks, times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # The models
+    target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    draft_model: str = Field("", description="id or folder of the small causal LM behind drafter 'draft_model'")
+    drafters: str = Field("ngram", description="comma-separated names of the drafters to load")
+    ngram_min: int = Field(2, ge=1, le=16, description="shortest suffix the n-gram drafter looks up")
+    ngram_max: int = Field(4, ge=1, le=16, description="longest suffix the n-gram drafter looks up")
+
+    # KV pool
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
+    num_blocks: int = Field(4096, ge=2, le=1 << 24, description="KV blocks, block 0 being reserved")
+    max_context: int = Field(0, ge=0, description="longest prompt + output; 0: what the target supports")
+
+    # Scheduling
+    max_num_seqs: int = Field(64, ge=1, le=1024, description="sequences computed at a time")
+    max_batch_tokens: int = Field(512, ge=2, le=1 << 16, description="known tokens computed in a step")
+    max_queue_size: int = Field(256, ge=0, le=1 << 20, description="requests waiting beyond the running ones")
+    drain_timeout: float = Field(30.0, ge=0, le=86400, description="seconds running streams get at shutdown")
+
+    # Defaults of a request
+    drafter: str = Field("ngram", description="drafter of requests that name none; 'none' is plain decoding")
+    num_draft_tokens: int = Field(4, ge=0, le=32, description="draft tokens of requests that set none")
+    max_tokens: int = Field(256, ge=1, description="output limit of requests that set none")
+
+    # Process
+    num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of a model; 0: all cores")
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The names in ``drafters``, in order: a drafter's index is its position here."""
+        return tuple(name.strip() for name in self.drafters.split(",") if name.strip())
+
+    @model_validator(mode="after")
+    def _check_together(self) -> EngineConfig:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}")
+        known = ("ngram", "draft_model")
+        for name in self.drafter_names:
+            if name not in known:
+                raise ValueError(f"drafters: unknown drafter '{name}'; known: {', '.join(known)}")
+        if len(set(self.drafter_names)) != len(self.drafter_names):
+            raise ValueError(f"drafters: '{self.drafters}' names a drafter twice")
+        if "draft_model" in self.drafter_names and not self.draft_model:
+            raise ValueError("drafters: 'draft_model' needs draft_model, the id or folder of a small causal LM")
+        if self.drafter != "none" and self.drafter not in self.drafter_names:
+            allowed = ", ".join(("none", *self.drafter_names))
+            raise ValueError(f"drafter: '{self.drafter}' is not loaded; allowed: {allowed}")
+        return self
+
+
+def load_config(parameters: Mapping[str, str] | None = None) -> EngineConfig:
+    """Build the configuration from a model's parameters and the YAML file named in the environment.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest valid one) or a value out of range.
+    """
+    values: dict[str, Any] = dict(parameters or {})
+    source = "config.pbtxt parameters"
+    _refuse_unknown(values, source)
+    if path := os.environ.get(CONFIG_ENV):
+        overrides = _read_yaml(Path(path))
+        _refuse_unknown(overrides, f"the YAML file in {CONFIG_ENV}")
+        values |= overrides
+    try:
+        return EngineConfig(**values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_readable(detail) for detail in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{CONFIG_ENV}: cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{CONFIG_ENV}: {path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{CONFIG_ENV}: {path} must hold 'key: value' lines, not a {type(content).__name__}")
+    return content
+
+
+def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
+    for key in values:
+        if key not in EngineConfig.model_fields:
+            near = difflib.get_close_matches(str(key), EngineConfig.model_fields, n=1, cutoff=0.4)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"{source}: unknown option '{key}'{hint}")
+
+
+def _readable(detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}, got {detail['input']!r}" if where else message

@@ -1,0 +1,79 @@
+"""The contract between the loop, the drafter and the target: what one engine step says and answers.
+
+Only token ids, lengths and sampling parameters cross a process boundary, never logits. A step
+packs any number of sequences ("rows") raggedly: one fixed-size record per row, and flat arrays in
+row order whose lengths the records give. The same records reach the drafter and the target, so
+the ensemble between them needs no translation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_DRAFTER = -1
+"""Value of ``ROW["drafter"]`` for a row decoded autoregressively."""
+
+ROW = np.dtype(
+    [
+        ("slot", "<i4"),  # the sequence's index in per-sequence state, 0 <= slot < max_num_seqs
+        ("num_computed", "<i4"),  # tokens already in the target's KV: position of the first new one
+        ("num_tokens", "<i4"),  # known tokens the target computes in this step, >= 1
+        ("sample", "<i4"),  # 1: the last known token is the newest, sample what follows; 0: a prompt chunk
+        ("drafter", "<i4"),  # index into the drafter's list, or NO_DRAFTER
+        ("num_fed", "<i4"),  # tokens the drafter has already seen
+        ("num_feed", "<i4"),  # tokens fed to the drafter in this step, >= 0
+        ("num_draft_tokens", "<i4"),  # at most so many draft tokens are wanted, >= 0
+        ("num_blocks", "<i4"),  # entries of this row in block_table
+        ("top_k", "<i4"),  # 0: off
+        ("temperature", "<f4"),  # 0: greedy
+        ("top_p", "<f4"),  # 1: off
+        ("min_p", "<f4"),  # 0: off
+        ("reserved", "<i4"),  # keeps the seed aligned
+        ("seed", "<u8"),  # noise is a function of (seed, position) alone
+    ]
+)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What one engine step computes, for all scheduled rows."""
+
+    rows: NDArray[np.void]  # [num_rows] of ROW
+    token_ids: NDArray[np.int32]  # [sum(num_tokens)] known tokens for the target
+    feed_token_ids: NDArray[np.int32]  # [sum(num_feed)] committed tokens new to the drafter
+    block_table: NDArray[np.int32]  # [sum(num_blocks)] block ids, shared by target and drafter
+
+    @property
+    def speculative(self) -> bool:
+        """Whether the drafter has anything to do; otherwise the step goes to the target alone."""
+        return bool((self.rows["num_feed"] > 0).any())
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """The drafter's proposal for every row of a step, possibly shorter than asked, possibly empty."""
+
+    token_ids: NDArray[np.int32]  # [sum(lens)] draft tokens in row order
+    lens: NDArray[np.int32]  # [num_rows] 0 <= lens <= rows["num_draft_tokens"]
+
+    @staticmethod
+    def empty(num_rows: int) -> DraftOutput:
+        """No drafts: an autoregressive step."""
+        return DraftOutput(np.zeros(0, np.int32), np.zeros(num_rows, np.int32))
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What the target sampled: per sampling row its accepted drafts and one more token."""
+
+    token_ids: NDArray[np.int32]  # [sum(lens)] new tokens in row order
+    lens: NDArray[np.int32]  # [num_rows] accepted + 1 for a sampling row, 0 for a prompt chunk
+    draft_lens: NDArray[np.int32]  # [num_rows] draft tokens that were verified
+
+
+def split_rows(flat: NDArray[np.int32], lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Views of a flat array, one per row.  flat: [sum(lens)], lens: [num_rows]."""
+    return np.split(flat, np.cumsum(lens)[:-1]) if len(lens) else []

@@ -1,0 +1,151 @@
+"""One engine step as a packed ragged batch: prefill, decode and verify are the same thing.
+
+Every row brings some tokens to compute, behind those its draft tokens, and all rows lie one after
+the other in flat arrays.  What a row is (a prompt chunk, one token, one token and k drafts) is
+visible only in its lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
+
+MIN_TOKENS = 2
+"""Matrix kernels pick another order of summation for a single row, so no batch has just one."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The tokens of a step and where their keys and values go, on the model's device."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    slot_mapping: Tensor  # [num_tokens] int64, block * block_size + offset where this token's K/V is written
+    query_start: Tensor  # [num_rows + 1] int32, prefix sums of the rows' token counts
+    context_lens: Tensor  # [num_rows] int32, tokens before the row's first query (its position)
+    block_table: Tensor  # [num_rows, max_blocks] int32, padded with 0
+    logits_index: Tensor  # [num_logits] int64, where in the batch logits are wanted
+
+
+def pack(
+    rows: NDArray[np.void],
+    token_ids: NDArray[np.int32],
+    drafts: DraftOutput,
+    block_table: NDArray[np.int32],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """Lay a step out as one batch: per row its known tokens, then its draft tokens.
+
+    Logits are wanted at the last known token and at every draft of each sampling row.  A batch of
+    fewer than two tokens is padded with dummies that belong to no row and write to the null block.
+
+    rows: [num_rows] of ROW; token_ids: [sum(num_tokens)]; drafts: per row; block_table: [sum(num_blocks)].
+    The arguments must be consistent, see ``check_step``.
+    """
+    known = rows["num_tokens"].astype(np.int64)  # [num_rows]
+    lens = known + drafts.lens  # [num_rows]
+    query_start = np.concatenate([[0], np.cumsum(lens)])  # [num_rows + 1]
+    num_tokens = int(query_start[-1])
+    row_of, offset = ragged(lens)  # [num_tokens] twice: its row, and its index within the row
+    known_of = known[row_of]
+
+    padding = max(MIN_TOKENS - num_tokens, 0)
+    ids = np.zeros(num_tokens + padding, np.int64)
+    positions = np.zeros_like(ids)
+    slots = np.zeros_like(ids)
+    is_draft = np.zeros(num_tokens + padding, bool)
+    is_draft[:num_tokens] = offset >= known_of
+    ids[:num_tokens][~is_draft[:num_tokens]] = token_ids
+    ids[is_draft] = drafts.token_ids
+    positions[:num_tokens] = rows["num_computed"].astype(np.int64)[row_of] + offset
+
+    table = pad_block_table(block_table, rows["num_blocks"])
+    block, within = np.divmod(positions[:num_tokens], block_size)
+    slots[:num_tokens] = table[row_of, block].astype(np.int64) * block_size + within
+    wanted = np.flatnonzero((offset >= known_of - 1) & (rows["sample"][row_of] == 1))
+
+    def to_device(array: NDArray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PackedBatch(
+        token_ids=to_device(ids),
+        positions=to_device(positions),
+        slot_mapping=to_device(slots),
+        query_start=to_device(query_start.astype(np.int32)),
+        context_lens=to_device(rows["num_computed"].astype(np.int32)),
+        block_table=to_device(table),
+        logits_index=to_device(wanted),
+    )
+
+
+def ragged(lens: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row and index within the row of every entry of a ragged array.  [num_rows] -> [sum(lens)] twice."""
+    row_of = np.repeat(np.arange(len(lens)), lens)
+    return row_of, np.arange(len(row_of)) - np.repeat(np.cumsum(lens) - lens, lens)
+
+
+def pad_block_table(block_table: NDArray[np.int32], num_blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The ragged block table as a matrix, padded with 0.
+
+    block_table: [sum(num_blocks)]; num_blocks: [num_rows] -> [num_rows, max(num_blocks)]
+    """
+    width = max(int(num_blocks.max(initial=0)), 1)
+    table = np.zeros((len(num_blocks), width), np.int32)
+    table[np.arange(width) < num_blocks[:, None]] = block_table
+    return table
+
+
+def check_step(
+    step: StepInput, drafts: DraftOutput, num_blocks: int, block_size: int, vocab_size: int, max_context: int
+) -> None:
+    """Refuse a step whose arrays contradict each other or point outside the model or the KV pool.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+    rows = step.rows
+    if rows.dtype != ROW or rows.ndim != 1:
+        raise ValueError(f"rows: expected [num_rows] of ROW, got {rows.dtype} of shape {rows.shape}")
+    _check_range("num_tokens", rows["num_tokens"], 1, max_context)
+    _check_range("num_computed", rows["num_computed"], 0, max_context - 1)
+    _check_range("num_blocks", rows["num_blocks"], 1, num_blocks - 1)
+    _check_range("sample", rows["sample"], 0, 1)
+    _check_sum("token_ids", step.token_ids, "num_tokens", rows["num_tokens"])
+    _check_sum("block_table", step.block_table, "num_blocks", rows["num_blocks"])
+    _check_range("token_ids", step.token_ids, 0, vocab_size - 1)
+    _check_range("block_table", step.block_table, 1, num_blocks - 1)
+
+    if drafts.lens.shape != rows.shape:
+        raise ValueError(f"draft lens: expected one per row ({len(rows)}), got shape {drafts.lens.shape}")
+    allowed = np.where(rows["sample"] == 1, np.maximum(rows["num_draft_tokens"], 0), 0)
+    for row in np.flatnonzero((drafts.lens < 0) | (drafts.lens > allowed))[:1]:
+        raise ValueError(f"draft lens: row {row} has {drafts.lens[row]} drafts, allowed: 0 to {allowed[row]}")
+    _check_sum("draft token_ids", drafts.token_ids, "draft lens", drafts.lens)
+    _check_range("draft token_ids", drafts.token_ids, 0, vocab_size - 1)
+
+    end = rows["num_computed"].astype(np.int64) + rows["num_tokens"] + drafts.lens
+    room = np.minimum(rows["num_blocks"].astype(np.int64) * block_size, max_context)
+    for row in np.flatnonzero(end > room)[:1]:
+        raise ValueError(
+            f"row {row} reaches position {end[row] - 1}, but its {rows['num_blocks'][row]} blocks of "
+            f"{block_size} and the context of {max_context} allow at most {room[row] - 1}"
+        )
+
+
+def _check_range(name: str, values: NDArray, low: int, high: int) -> None:
+    for index in np.flatnonzero((values < low) | (values > high))[:1]:
+        raise ValueError(f"{name}: entry {index} is {values[index]}, allowed: {low} to {high}")
+
+
+def _check_sum(name: str, flat: NDArray, lens_name: str, lens: NDArray) -> None:
+    total = int(lens.sum(dtype=np.int64))
+    if flat.shape != (total,):
+        raise ValueError(f"{name}: expected {total} entries (the sum of {lens_name}), got shape {flat.shape}")

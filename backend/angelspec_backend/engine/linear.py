@@ -1,0 +1,139 @@
+"""Linear layers whose rows do not depend on how many rows are computed together.
+
+A matrix kernel may sum in another order for another number of rows, and then a token's logits depend on
+its batch mates.  oneDNN with weights packed for a batch-size hint of 1 keeps one order over a wide range
+of row counts, and is up to twice as fast as ``F.linear``; the range is checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
+
+ROW_RANGES = ((2, 128), (2, 64), (2, 32), (16, 16))
+"""Row counts (lowest, highest) that one kernel call may get, best first; the last is one fixed shape."""
+
+_CHECKED = (2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 96, 97, 112, 127)
+
+
+class PackedLinear(nn.Module):
+    """``F.linear`` with row-independent results on the CPU; elsewhere ``F.linear`` itself.
+
+    weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
+    the weight is kept.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.row_range: tuple[int, int] | None = None
+        if weight.device.type == "cpu":
+            self.row_range = find_row_range(*weight.shape, weight.dtype, torch.get_num_threads())
+            self._matmul = _packed_matmul(weight.detach(), self.bias)
+        else:
+            self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]"""
+        if self.row_range is None:
+            return F.linear(x, self.weight, self.bias)
+        low, high = self.row_range
+        if x.dim() != 2:
+            return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        if low <= x.shape[0] <= high:
+            return self._matmul(x.contiguous())
+        return _in_chunks(self._matmul, x, low, high)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, row_range={self.row_range}"
+
+
+def fuse(*linears: nn.Linear) -> PackedLinear:
+    """One linear whose output is the outputs of ``linears`` side by side.
+
+    The weights move: the given modules are left without weight and bias, so that the memory is freed.
+    """
+    weight = (
+        linears[0].weight if len(linears) == 1 else torch.cat([linear.weight.detach() for linear in linears])
+    )
+    bias = None
+    if any(linear.bias is not None for linear in linears):
+        bias = torch.cat([_bias_or_zeros(linear) for linear in linears])
+    for linear in linears:
+        linear.register_parameter("weight", None)
+        linear.register_parameter("bias", None)
+    return PackedLinear(weight, bias)
+
+
+def _bias_or_zeros(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+
+
+@functools.cache
+def find_row_range(
+    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int
+) -> tuple[int, int]:
+    """The widest of ROW_RANGES in which a row of this shape is the same to the bit for every row count.
+
+    Tried on a random matrix, once per shape; ``num_threads`` only tells settings apart.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    matmul = _packed_matmul(
+        normal(out_features, 8) @ normal(8, in_features), None
+    )  # full randn would take seconds
+    for low, high in ROW_RANGES:
+        if _rows_agree(matmul, normal(high, in_features), low):
+            return low, high
+    _log.warning(
+        "linear %dx%d %s: a row depends on its place in the call; results may depend on the batch",
+        out_features,
+        in_features,
+        dtype,
+    )
+    return ROW_RANGES[-1]
+
+
+def _rows_agree(matmul: Callable[[Tensor], Tensor], x: Tensor, low: int) -> bool:
+    """Whether the rows of matmul(x) are those of every smaller call.  x: [num_rows, in_features]"""
+    whole = matmul(x)
+    if low == len(x):  # one fixed shape: only the place of a row varies
+        return torch.equal(matmul(x.roll(1, 0)).roll(-1, 0), whole)
+    for count in (count for count in _CHECKED if low <= count < len(x)):
+        start = len(x) - count if count % 2 else 0
+        if not torch.equal(matmul(x[start : start + count].contiguous()), whole[start : start + count]):
+            return False
+    return True
+
+
+def _packed_matmul(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """weight: [out_features, in_features] -> a function from [n, in_features] to [n, out_features]"""
+    supported = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if not (torch.backends.mkldnn.is_available() and supported):
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    linear = torch.ops.mkldnn._linear_pointwise
+    return lambda x: linear(x, packed, bias, "none", [], "")
+
+
+def _in_chunks(matmul: Callable[[Tensor], Tensor], rows: Tensor, low: int, high: int) -> Tensor:
+    """matmul in calls of low to high rows.  rows: [n, in_features]; missing rows are padded with zeros."""
+    n = rows.shape[0]
+    if n == 0:
+        return matmul(rows.new_zeros(low, rows.shape[1]))[:0]
+    padded = -(-n // high) * high if low == high else max(n, low)
+    chunks = F.pad(rows, (0, 0, 0, padded - n)).tensor_split(-(-padded // high))  # as equal as can be
+    return torch.cat([matmul(chunk) for chunk in chunks])[:n]

@@ -1,0 +1,162 @@
+"""The CPU kernels of ``native.cpp``: built once with g++, called through ctypes on tensors' addresses.
+
+The library is left without an OpenMP runtime of its own: its GOMP symbols resolve to the one torch
+has loaded, so torch, oneDNN and these kernels share one pool of threads.  Without g++, or when the
+build fails, ``available()`` is False and callers use torch instead.
+
+``python -m angelspec_backend.engine.native`` builds ahead of time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+from pathlib import Path
+
+import torch  # loads the OpenMP runtime that the library needs
+from torch import Tensor
+
+from angelspec_backend.engine.native_build import NativeBuildError, build
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+MAX_HEAD_DIM = 256
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirrors AttentionArgs in native_attention.h; the tensors must outlive the call."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("query", "key_cache", "value_cache", "out")],
+        *[(name, _pointer) for name in ("query_start", "context_lens", "block_table", "sinks")],
+        ("query_stride", _long),
+        *[(name, _int) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")],
+        *[(name, _int) for name in ("key_dim", "value_dim", "block_size", "sliding_window", "num_threads")],
+        *[(name, _float) for name in ("scale", "softcap")],
+    )
+
+
+class RopeArgs(ctypes.Structure):
+    """Mirrors RopeArgs in native.cpp; the tensors must outlive the call."""
+
+    _fields_ = (
+        *[
+            (name, _pointer)
+            for name in ("qkv", "key_cache", "value_cache", "cos_sin", "query_norm", "key_norm")
+        ],
+        *[(name, _pointer) for name in ("positions", "slot_mapping")],
+        *[(name, _int) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")],
+        *[(name, _int) for name in ("block_size", "num_threads")],
+        ("eps", _float),
+    )
+
+
+def available() -> bool:
+    """Whether the kernels can be used; builds them on the first call and logs the reason if it cannot."""
+    return _library_or_none() is not None
+
+
+def supports(dtype: torch.dtype, device: torch.device, *head_dims: int) -> bool:
+    """Whether the kernels handle tensors of this kind, with attention heads of these sizes."""
+    if device.type != "cpu" or dtype not in _DTYPES:
+        return False
+    return all(dim % 8 == 0 and 0 < dim <= MAX_HEAD_DIM for dim in head_dims) and available()
+
+
+def paged_attention(args: AttentionArgs, dtype: torch.dtype) -> None:
+    """See ``attention.paged_attention``, which checks shapes and fills in the arguments."""
+    _library().angelspec_paged_attention(args, _DTYPES[dtype])
+
+
+def rope_and_cache(args: RopeArgs, dtype: torch.dtype) -> None:
+    """Rotate queries and keys of a fused qkv matrix in place and write keys and values to the cache.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; caches: [num_blocks, num_kv_heads,
+    block_size, head_dim]; cos_sin: [max_positions, rotary_dim], the cosines of one half, then the sines;
+    query_norm, key_norm: RMSNorm weights [head_dim] applied before the rotation, or None; positions,
+    slot_mapping: [num_tokens] int64.
+    """
+    _library().angelspec_rope_and_cache(args, _DTYPES[dtype])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    """RMSNorm as the Hugging Face Llama module rounds it.  With a residual: residual += x, and its norm.
+
+    x, out, residual: [num_rows, n], dense; weight: [n].  Returns ``out``.
+    """
+    _library().angelspec_rms_norm(
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        eps,
+        torch.get_num_threads(),
+        _DTYPES[x.dtype],
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+    """silu(gate) * up.  gate_up: [num_rows, 2 * n], dense; out: [num_rows, n].  Returns ``out``."""
+    rows, n = out.shape
+    _library().angelspec_silu_and_mul(
+        gate_up.data_ptr(), out.data_ptr(), rows, n, torch.get_num_threads(), _DTYPES[out.dtype]
+    )
+    return out
+
+
+@functools.lru_cache(maxsize=1)
+def _library_or_none() -> ctypes.CDLL | None:
+    try:
+        return _load(build())
+    except NativeBuildError as error:
+        _log.warning("native CPU kernels are off, torch is used instead: %s", error)
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = _library_or_none()
+    if library is None:
+        raise NativeBuildError("the native CPU kernels are not available on this machine")
+    return library
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeBuildError(f"the built library does not load: {error}") from None
+    signatures = {
+        "paged_attention": [ctypes.POINTER(AttentionArgs), _int],
+        "rope_and_cache": [ctypes.POINTER(RopeArgs), _int],
+        "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
+        "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+    }
+    for name, argtypes in signatures.items():
+        function = getattr(library, f"angelspec_{name}")
+        function.argtypes, function.restype = argtypes, None
+    return library
+
+
+def main() -> int:
+    """Build the library and say where it is; a failure is not fatal, only slower."""
+    try:
+        path = build()
+        _load(path)
+    except NativeBuildError as error:
+        print(f"native CPU kernels are off, torch will be used instead: {error}", file=sys.stderr)
+        return 0
+    print(f"native CPU kernels: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

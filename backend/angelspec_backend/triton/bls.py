@@ -1,0 +1,117 @@
+"""Engine steps through Triton: one blocking business-logic call per step."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from angelspec_backend.core.loop import Recovered, ServerStopping, StepError
+from angelspec_backend.core.messages import ROW, StepInput, StepOutput
+from angelspec_backend.triton import bridge, codec
+
+NO_ROWS = StepInput(np.zeros(0, ROW), *(np.zeros(0, np.int32) for _ in range(3)))
+"""A step of no rows: a model answers it by describing itself."""
+
+TARGET_INPUTS = ("rows", "token_ids", "block_table")
+DRAFTER_INPUTS = ("rows", "feed_token_ids", "block_table")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BlsExecutor:
+    """Runs steps in the models `speculate` (drafter and target) and `target`.
+
+    Blocking, from one thread.  Only allowed once the calling model has been initialized.
+    """
+
+    drafts: bool  # whether there is a drafter model
+
+    def step(self, step: StepInput) -> StepOutput:
+        """One engine step.  Raises StepError when a model did not answer."""
+        arrays = codec.encode_step(step)
+        if step.speculative:
+            return codec.decode_output(_call("speculate", arrays, codec.STEP_OUTPUTS))
+        arrays = {name: arrays[name] for name in TARGET_INPUTS}
+        return codec.decode_output(_call("target", arrays, codec.STEP_OUTPUTS))
+
+    def target_info(self) -> codec.TargetInfo:
+        """What the target says of itself.  Raises StepError when it does not answer."""
+        return codec.decode_target_info(_describe("target", TARGET_INPUTS))
+
+    def drafter_info(self) -> codec.DrafterModelInfo:
+        """What the drafter model says of itself.  Raises StepError when it does not answer."""
+        return codec.decode_drafter_info(_describe("drafter", DRAFTER_INPUTS))
+
+    def recover(self) -> Recovered:
+        """Load models that died again.
+
+        A model that is alive has lost nothing: the failed step wrote only behind committed tokens.
+        Triton does not restart a dead process; loading the model again does, in explicit model control.
+
+        Raises:
+            StepError: the target is gone for good.
+        """
+        target_died = not self._alive("target")
+        if target_died:
+            _reload("target")
+        drafter_died = self.drafts and not self._alive("drafter")
+        drafting = self.drafts
+        if drafter_died:
+            try:
+                _reload("drafter")
+            except StepError:
+                logger.exception("going on without the drafter")
+                drafting = False
+        return Recovered(target=target_died, drafter=drafter_died and drafting, drafting=drafting)
+
+    def _alive(self, model: str) -> bool:
+        try:
+            self.target_info() if model == "target" else self.drafter_info()
+        except ServerStopping:
+            raise  # loading a model now would block until the server gives up
+        except StepError:
+            return False
+        return True
+
+
+def _describe(model: str, inputs: tuple[str, ...]) -> codec.Arrays:
+    arrays = codec.encode_step(NO_ROWS)
+    return _call(model, {name: arrays[name] for name in inputs}, codec.INFO_OUTPUTS)
+
+
+def _call(model: str, arrays: codec.Arrays, outputs: tuple[str, ...]) -> codec.Arrays:
+    """The outputs of a model.
+
+    Raises:
+        StepError: with a text for clients; Triton's own, which may name paths, goes to the log.
+    """
+    request: Any = pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=list(outputs), inputs=bridge.to_tensors(arrays)
+    )
+    try:
+        response = request.exec()
+    except Exception as error:  # the server has gone
+        logger.exception("calling %s failed", model)
+        raise StepError(f"the model {model} cannot be called") from error
+    if response.has_error():
+        message = response.error().message()
+        logger.error("%s answered: %s", model, message)
+        if "Server not ready" in message:
+            raise ServerStopping("the server is shutting down")
+        raise StepError(f"the model {model} did not answer, see the server's log")
+    return bridge.to_arrays(response.output_tensors())
+
+
+def _reload(model: str) -> None:
+    logger.warning("loading %s again", model)
+    try:
+        pb_utils.unload_model(model)
+        pb_utils.load_model(model)
+    except Exception as error:
+        logger.exception("loading %s failed", model)
+        raise StepError(f"the model {model} died and could not be loaded again") from error

@@ -1,0 +1,73 @@
+"""The Triton model `drafter`: proposes draft tokens, with one or several drafters in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from angelspec_backend.core.scheduler import DrafterInfo
+from angelspec_backend.drafters.base import Drafter, DrafterHost
+from angelspec_backend.drafters.ngram import NgramDrafter
+from angelspec_backend.triton import bridge, codec
+from angelspec_backend.triton.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Created by Triton, one per instance."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load every drafter that the option ``drafters`` names."""
+        bridge.install_log_handler()
+        instance = Instance.from_args(args)
+        self._config = instance.config
+        drafters = [load_drafter(name, instance) for name in self._config.drafter_names]
+        self._host = DrafterHost(drafters, self._config.max_num_seqs)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response per request; never raises."""
+        return [bridge.answer("drafter", request, self._answer) for request in requests]
+
+    def _answer(self, arrays: codec.Arrays) -> codec.Arrays:
+        step = codec.decode_step(arrays)
+        if len(step.rows) == 0:
+            return codec.encode_info(self._info())
+        return codec.encode_drafts(self._host.propose(step))
+
+    def _info(self) -> codec.DrafterModelInfo:
+        return codec.DrafterModelInfo(
+            pool=codec.PoolInfo(self._config.num_blocks, self._config.block_size),
+            drafters=tuple(DrafterInfo(each.name, each.keeps_drafts) for each in self._host.drafters),
+        )
+
+
+def load_drafter(name: str, instance: Instance) -> Drafter:
+    """The drafter that the configuration calls ``name``."""
+    if name == "draft_model":
+        return _load_draft_model(instance)
+    config = instance.config
+    return NgramDrafter(config.ngram_min, config.ngram_max, config.max_num_seqs)
+
+
+def _load_draft_model(instance: Instance) -> Drafter:
+    # Imported here: with the n-gram drafter alone this process needs no torch.
+    import torch
+
+    from angelspec_backend.drafters.draft_model import DraftModelDrafter, check_compatible
+    from angelspec_backend.engine.runner import ModelRunner
+
+    config, path = instance.config, instance.model_path("draft_model")
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    check_compatible(instance.model_path("target"), path)
+    runner = ModelRunner.from_pretrained(
+        path,
+        dtype=getattr(torch, config.dtype),
+        device=instance.device,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+    )
+    logger.info("draft_model: %s", runner.describe())
+    return DraftModelDrafter(runner)

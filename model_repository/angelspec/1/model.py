@@ -1,0 +1,1 @@
+from angelspec_backend.triton.angelspec_model import TritonPythonModel

@@ -1,0 +1,1 @@
+from angelspec_backend.triton.drafter_model import TritonPythonModel

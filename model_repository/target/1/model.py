@@ -1,0 +1,1 @@
+from angelspec_backend.triton.target_model import TritonPythonModel

@@ -1,0 +1,79 @@
+"""The engine options of a run: the user's YAML file with the launcher's TARGET and DRAFTER on top."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from angelspec_backend.core.config import CONFIG_ENV, ConfigError, EngineConfig, load_config
+from checks import CheckError
+from prepare_target import prepare_default_target
+
+
+def build_config(path: str, target: str, drafter: str) -> tuple[dict[str, Any], EngineConfig]:
+    """The options to write for the models, and the same ones checked and complete.
+
+    path: a YAML file, or "" for none.  The default target is unpacked when no other is named.
+
+    Raises:
+        CheckError: the file cannot be read, an option is unknown or out of range, a folder is missing.
+        PrepareError: the default target cannot be unpacked.
+    """
+    options = merge_config(read_config(path), target, drafter)
+    if not options.get("target"):
+        options["target"] = str(prepare_default_target())
+    os.environ.pop(CONFIG_ENV, None)  # only the merged options count
+    try:
+        return options, load_config(options)
+    except ConfigError as error:
+        raise CheckError(str(error).replace("config.pbtxt parameters", "CONFIG")) from None
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The user's YAML file as it is; its keys and values are checked after merging."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckError(f"CONFIG: cannot read {path}: {error}") from None
+    if content is not None and not isinstance(content, dict):
+        raise CheckError(f"CONFIG: {path} must hold 'key: value' lines")
+    return content or {}
+
+
+def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str, Any]:
+    """The user's options with TARGET and DRAFTER, where not empty, on top.
+
+    drafter: a drafter's name, 'none', or the id or folder of a draft model.
+    """
+    options = dict(user)
+    if target:
+        options["target"] = target
+    if drafter:
+        is_model = "/" in drafter or Path(drafter).is_dir()
+        name = "draft_model" if is_model else drafter
+        if is_model:
+            options["draft_model"] = drafter
+        loaded = str(options.get("drafters", EngineConfig.model_fields["drafters"].default))
+        names = [part.strip() for part in loaded.split(",") if part.strip()]
+        if name not in ("none", *names):
+            options["drafters"] = ",".join([*names, name])
+        options["drafter"] = name
+    for key in ("target", "draft_model"):
+        if options.get(key):
+            options[key] = _absolute_or_id(key, str(options[key]))
+    return options
+
+
+def _absolute_or_id(key: str, value: str) -> str:
+    # The models run in another folder, so that a local path has to be absolute.
+    path = Path(value).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckError(f"{key}: {value} is no model folder: it has no config.json")
+        return str(path.resolve())
+    if path.is_absolute() or value.startswith((".", "~")):
+        raise CheckError(f"{key}: there is no folder {value}")
+    return value

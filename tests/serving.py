@@ -1,0 +1,88 @@
+"""Helpers of the tests that talk to a real server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from server import ServerOptions, TritonServer
+
+PROMPT = "The capital of France is"
+CHAT = [{"role": "user", "content": "List the numbers from one to ten, then list them again."}]
+
+
+class Endpoint:
+    """Raw HTTP of a running server, to see what a client without our library sees."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.options.grpc_port}"
+
+    @property
+    def http(self) -> str:
+        return f"127.0.0.1:{self.options.http_port}"
+
+    def generate(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """POST /generate: (status, JSON)."""
+        url = self.options.url(self.options.http_port, "v2/models/angelspec/generate")
+        try:
+            with urllib.request.urlopen(url, json.dumps(fields).encode(), timeout=120) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def open_stream(self, **fields: Any) -> tuple[http.client.HTTPConnection, Iterator[dict[str, Any]]]:
+        """POST /generate_stream: the connection, to be cut, and its events."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.options.http_port, timeout=120)
+        body = json.dumps({"stream": True, **fields})
+        connection.request("POST", "/v2/models/angelspec/generate_stream", body)
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+
+        def events() -> Iterator[dict[str, Any]]:
+            for line in reply:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:].decode("utf-8", errors="strict"))
+
+        return connection, events()
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples; ``label`` must occur in a sample's labels."""
+        url = self.options.url(self.options.metrics_port, "metrics")
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            text = reply.read().decode()
+        samples = re.findall(rf"^{name}(?:\{{([^}}]*)\}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for labels, value in samples if label in labels)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Poll until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def stub_pid(server: TritonServer, model: str) -> int:
+    """Process id of a model's process."""
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = status.read_bytes().split(b"\0")
+            parent = int(re.search(r"^PPid:\t(\d+)", (status.parent / "status").read_text(), re.M)[1])
+        except (OSError, TypeError):
+            continue
+        if b"python_backend_stub" in command[0] and parent == server.pid:
+            if any(f"/{model}/".encode() in part for part in command):
+                return int(status.parent.name)
+    raise AssertionError(f"no process of {model}")

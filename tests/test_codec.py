@@ -1,0 +1,71 @@
+"""Steps survive the way through Triton's tensors, empty ones too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOutput
+from angelspec_backend.core.scheduler import DrafterInfo
+from angelspec_backend.triton import codec
+from hypothesis import given
+from hypothesis import strategies as st
+
+int32s = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda items: np.array(items, np.int32))
+rows = st.binary(max_size=4 * ROW.itemsize).map(
+    lambda data: np.frombuffer(data[: len(data) // ROW.itemsize * ROW.itemsize], ROW)
+)
+
+
+def assert_same(left, right):
+    for name in left.__dataclass_fields__:
+        a, b = getattr(left, name), getattr(right, name)
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+        assert a.shape == b.shape
+
+
+@given(rows, int32s, int32s, int32s)
+def test_steps_survive(rows, token_ids, feed, table):
+    step = StepInput(rows, token_ids, feed, table)
+    arrays = codec.encode_step(step)
+    assert {name: array.dtype for name, array in arrays.items()} == {
+        "rows": np.uint8, "token_ids": np.int32, "feed_token_ids": np.int32, "block_table": np.int32
+    }  # fmt: skip
+    assert_same(codec.decode_step(arrays), step)
+
+
+@given(int32s, int32s, int32s)
+def test_drafts_and_outputs_survive(token_ids, lens, draft_lens):
+    drafts = DraftOutput(token_ids, lens)
+    assert_same(codec.decode_drafts(codec.encode_drafts(drafts), len(lens)), drafts)
+    output = StepOutput(token_ids, lens, draft_lens)
+    assert_same(codec.decode_output(codec.encode_output(output)), output)
+
+
+def test_encoding_copies_nothing():
+    step = StepInput(np.zeros(3, ROW), *(np.arange(3, dtype=np.int32) for _ in range(3)))
+    arrays = codec.encode_step(step)
+    assert np.shares_memory(arrays["rows"], step.rows)
+    assert arrays["token_ids"] is step.token_ids
+    assert np.shares_memory(codec.decode_step(arrays).rows, step.rows)
+
+
+def test_a_step_without_drafts_is_autoregressive():
+    drafts = codec.decode_drafts({}, 3)
+    assert len(drafts.token_ids) == 0
+    assert drafts.lens.tolist() == [0, 0, 0]
+
+
+def test_torn_records_are_refused():
+    with pytest.raises(codec.CodecError, match=f"rows of 7 bytes; each record has {ROW.itemsize}"):
+        codec.decode_step({"rows": np.zeros(7, np.uint8)})
+    with pytest.raises(codec.CodecError, match="rows is missing"):
+        codec.decode_step({})
+
+
+def test_descriptions_survive():
+    pool = codec.PoolInfo(num_blocks=64, block_size=16)
+    target = codec.TargetInfo(pool, max_context=8192, vocab_size=100, eos_token_ids=(2, 0))
+    assert codec.decode_target_info(codec.encode_info(target)) == target
+    drafter = codec.DrafterModelInfo(pool, (DrafterInfo("ngram", False), DrafterInfo("draft_model", True)))
+    assert codec.decode_drafter_info(codec.encode_info(drafter)) == drafter

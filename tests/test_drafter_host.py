@@ -1,0 +1,126 @@
+"""Several drafters in one process: each row goes to its own, and one that fails harms nobody."""
+
+import logging
+
+import numpy as np
+import pytest
+from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
+from angelspec_backend.drafters.base import DrafterHost
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class EchoDrafter:
+    """Proposes as many copies of (its own number, the fed tokens, the blocks) sum as it may, or fails."""
+
+    keeps_drafts = False
+
+    def __init__(self, number):
+        self.name, self.number, self.broken, self.slots = f"echo{number}", number, False, []
+
+    def propose(self, rows, feed_token_ids, block_table):
+        if self.broken:
+            raise RuntimeError("out of order")
+        self.slots.append(rows["slot"].tolist())
+        feeds = split_rows(feed_token_ids, rows["num_feed"])
+        tables = split_rows(block_table, rows["num_blocks"])
+        lens = rows["num_draft_tokens"]
+        drafts = [self.number + feed.sum() + table.sum() for feed, table in zip(feeds, tables, strict=True)]
+        return DraftOutput(np.repeat(np.array(drafts, np.int32), lens), lens.copy())
+
+
+def make_step(rows):
+    """rows: dictionaries of ROW fields with 'feed' and 'blocks' as lists."""
+    records = np.zeros(len(rows), ROW)
+    for record, row in zip(records, rows, strict=True):
+        for name in ("slot", "drafter", "num_fed", "num_draft_tokens"):
+            record[name] = row.get(name, 0)
+        record["num_feed"], record["num_blocks"] = len(row["feed"]), len(row["blocks"])
+    feed = np.array([token for row in rows for token in row["feed"]], np.int32)
+    blocks = np.array([block for row in rows for block in row["blocks"]], np.int32)
+    return StepInput(records, np.zeros(0, np.int32), feed, blocks)
+
+
+any_rows = st.lists(
+    st.fixed_dictionaries(
+        {
+            "drafter": st.integers(NO_DRAFTER, 2),
+            "num_draft_tokens": st.integers(0, 4),
+            "feed": st.lists(st.integers(0, 1000), max_size=5),
+            "blocks": st.lists(st.integers(0, 1000), max_size=3),
+        }
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(any_rows)
+def test_each_row_gets_the_drafts_of_its_own_drafter_in_row_order(rows):
+    rows = [{"slot": slot, **row} for slot, row in enumerate(rows)]
+    output = DrafterHost([EchoDrafter(number) for number in range(3)], 8).propose(make_step(rows))
+    expected = [
+        [row["drafter"] + sum(row["feed"]) + sum(row["blocks"])] * row["num_draft_tokens"]
+        if row["drafter"] != NO_DRAFTER
+        else []
+        for row in rows
+    ]
+    assert [draft.tolist() for draft in split_rows(output.token_ids, output.lens)] == expected
+
+
+def row(slot, drafter=0, num_fed=0):
+    return {
+        "slot": slot,
+        "drafter": drafter,
+        "num_fed": num_fed,
+        "num_draft_tokens": 1,
+        "feed": [5],
+        "blocks": [],
+    }
+
+
+def test_a_failing_drafter_costs_only_its_own_rows_their_drafts(caplog):
+    good, bad = EchoDrafter(0), EchoDrafter(1)
+    host = DrafterHost([good, bad], 4)
+    bad.broken = True
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            output = host.propose(make_step([row(0, 1), row(1, 0), row(2, NO_DRAFTER)]))
+            assert output.lens.tolist() == [0, 1, 0]
+    assert host.num_failures == [0, 3]
+    assert len(caplog.records) == 1
+    assert "echo1" in caplog.text
+
+
+def test_a_sequence_that_a_failed_drafter_missed_gets_no_drafts_until_it_begins_anew():
+    drafter = EchoDrafter(0)
+    host = DrafterHost([drafter], 4)
+    host.propose(make_step([row(0), row(1)]))
+    drafter.broken = True
+    host.propose(make_step([row(0, num_fed=1)]))
+    drafter.broken = False
+    drafter.slots.clear()
+    assert host.propose(make_step([row(0, num_fed=2), row(1, num_fed=1)])).lens.tolist() == [0, 1]
+    assert host.propose(make_step([row(0, num_fed=0), row(1, num_fed=2)])).lens.tolist() == [1, 1]
+    assert host.propose(make_step([row(0, num_fed=1)])).lens.tolist() == [1]
+    assert drafter.slots == [[1], [0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(0, drafter=1)], "drafter: row 0 has 1, allowed: -1 to 0"),
+        ([row(0), row(4)], "slot: row 1 has 4, allowed: 0 to 3"),
+    ],
+)
+def test_a_step_that_names_what_is_not_there_is_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        DrafterHost([EchoDrafter(0)], 4).propose(make_step(rows))
+
+
+def test_a_step_whose_lengths_do_not_add_up_is_refused():
+    step = make_step([row(0)])
+    with pytest.raises(ValueError, match="feed_token_ids: expected 1 entries"):
+        DrafterHost([EchoDrafter(0)], 4).propose(
+            StepInput(step.rows, step.token_ids, np.zeros(3, np.int32), step.block_table)
+        )

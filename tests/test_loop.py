@@ -1,0 +1,270 @@
+"""The scheduler and the loop against a one-sequence reference, over random traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from angelspec_backend.core.loop import LocalExecutor, Recovered, ServerStopping, SpeculativeLoop, StepError
+from angelspec_backend.core.messages import NO_DRAFTER
+from angelspec_backend.core.params import GenerationRequest, SamplingParams
+from angelspec_backend.core.request import FinishReason, TokenEvent
+from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
+from simulated import SimulatedDrafter, SimulatedTarget, reference_text
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    events: list[TokenEvent] = field(default_factory=list)
+
+
+class Harness:
+    """A loop over the simulated models, stepped by hand, checked after each step."""
+
+    def __init__(self, config: LoopConfig, error_rate: float = 0.3, executor_type: type = LocalExecutor) -> None:
+        keeps = bool(config.drafters) and config.drafters[0].keeps_drafts
+        self.executor = executor_type(
+            SimulatedTarget(config.num_blocks, config.block_size), SimulatedDrafter(keeps, error_rate, 1)
+        )
+        self.outcomes: dict[int, Outcome] = {}
+        self.loop = SpeculativeLoop(self.executor, config, self._on_event)
+
+    def _on_event(self, event: TokenEvent) -> None:
+        outcome = self.outcomes[event.request_id]
+        assert outcome.reason is None, "an event after the last one"
+        outcome.tokens += event.token_ids
+        outcome.reason = event.finish_reason
+        outcome.events.append(event)
+
+    def submit(self, request_id: int, request: GenerationRequest) -> bool:
+        self.outcomes[request_id] = Outcome()
+        return self.loop.submit(request_id, request)
+
+    def step(self) -> None:
+        if self.loop.num_live:
+            self.loop._receive()
+        self.loop.step()
+        self.loop.scheduler.check_integrity()
+
+    def finish(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.loop.num_live:
+                return
+            self.step()
+        raise AssertionError("the loop makes no progress")
+
+
+def request(prompt: list[int], max_tokens: int = 10, seed: int = 0, drafts: int = 0, **more) -> GenerationRequest:
+    return GenerationRequest(
+        tuple(prompt),
+        SamplingParams(seed=seed),
+        max_tokens,
+        drafter=0 if drafts else NO_DRAFTER,
+        num_draft_tokens=drafts,
+        **more,
+    )
+
+
+def config(**more) -> LoopConfig:
+    values = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_context": 60,
+        "eos_token_ids": frozenset(),
+        "drafters": (DrafterInfo("simulated", True),),
+        "max_num_seqs": 8,
+        "max_batch_tokens": 32,
+    }
+    return LoopConfig(**(values | more))
+
+
+requests = st.builds(
+    lambda prompt, count, seed, drafts: request(prompt, min(count, 60 - len(prompt)), seed, drafts),
+    st.lists(st.integers(0, 49), min_size=1, max_size=40),
+    st.integers(1, 20),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 8),
+)
+actions = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 20)), min_size=1, max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    actions=actions,
+    num_blocks=st.sampled_from([16, 20, 40, 200]),
+    max_batch_tokens=st.sampled_from([8, 13, 40]),
+    keeps_drafts=st.booleans(),
+    error_rate=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_any_trace_of_arrivals_and_cancellations_gives_every_sequence_its_own_text(
+    actions, num_blocks, max_batch_tokens, keeps_drafts, error_rate
+):
+    harness = Harness(
+        config(
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            drafters=(DrafterInfo("simulated", keeps_drafts),),
+        ),
+        error_rate,
+    )
+    submitted: list[GenerationRequest] = []
+    for action in actions:
+        if isinstance(action, GenerationRequest):
+            assert harness.submit(len(submitted), action)
+            submitted.append(action)
+        elif action == "step":
+            harness.step()
+        else:
+            harness.loop.cancel(action)
+    harness.finish()
+    for request_id, wanted in enumerate(submitted):
+        outcome = harness.outcomes[request_id]
+        expected = reference_text(list(wanted.prompt_token_ids), wanted.sampling.seed, wanted.max_tokens)
+        assert outcome.reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
+        assert outcome.tokens == expected[: len(outcome.tokens)]
+        if outcome.reason == FinishReason.LENGTH:
+            assert outcome.tokens == expected
+
+
+def test_a_perfect_drafter_is_accepted_whole_and_counted_so():
+    harness = Harness(config(), error_rate=0.0)
+    harness.submit(0, request([1, 2, 3], max_tokens=20, drafts=4))
+    harness.finish()
+    last = harness.outcomes[0].events[-1]
+    assert [len(event.token_ids) for event in harness.outcomes[0].events] == [5, 5, 5, 5]
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == (16, 16)
+
+
+def test_the_end_of_sequence_token_ends_a_request_within_accepted_drafts():
+    text = reference_text([7], 0, 20)
+    eos = text[6]
+    harness = Harness(config(eos_token_ids=frozenset([eos])), error_rate=0.0)
+    harness.submit(0, request([7], max_tokens=20, drafts=8))
+    harness.submit(1, request([7], max_tokens=20, drafts=8, ignore_eos=True))
+    harness.finish()
+    assert harness.outcomes[0].tokens == text[: text.index(eos) + 1]
+    assert harness.outcomes[0].reason == FinishReason.EOS
+    assert harness.outcomes[1].tokens == text
+
+
+def test_decoding_rows_go_on_while_a_long_prompt_is_computed_in_chunks():
+    harness = Harness(config(max_context=200, num_blocks=128, max_batch_tokens=8))
+    harness.submit(0, request([1], max_tokens=30))
+    harness.step()
+    harness.submit(1, request(list(range(40)), max_tokens=2))
+    before = len(harness.outcomes[0].tokens)
+    for _ in range(5):
+        harness.step()
+    assert len(harness.outcomes[0].tokens) == before + 5
+    assert harness.outcomes[1].tokens == []
+    harness.finish()
+
+
+def test_sequences_are_preempted_when_blocks_run_out_and_still_finish_in_full():
+    harness = Harness(config(num_blocks=16, max_num_seqs=4))
+    for i in range(4):
+        harness.submit(i, request([i] * 8, max_tokens=40, drafts=2))
+    harness.finish()
+    assert harness.loop.scheduler.num_preemptions > 0
+    for i in range(4):
+        assert harness.outcomes[i].tokens == reference_text([i] * 8, 0, 40)
+
+
+def test_a_full_queue_refuses_at_once_and_takes_requests_again_later():
+    harness = Harness(config(max_num_seqs=2, max_queue_size=1))
+    assert [harness.submit(i, request([i])) for i in range(4)] == [True, True, True, False]
+    del harness.outcomes[3]
+    harness.finish()
+    assert harness.submit(4, request([1]))
+
+
+def test_a_deadline_ends_running_and_waiting_requests():
+    harness = Harness(config(max_num_seqs=1))
+    harness.submit(0, request([1], max_tokens=50, timeout_s=0.0))
+    harness.submit(1, request([1], max_tokens=50, timeout_s=0.0))
+    harness.submit(2, request([1], max_tokens=5))
+    harness.finish()
+    assert [harness.outcomes[i].reason for i in range(3)] == ["timeout", "timeout", "length"]
+
+
+class FailingExecutor(LocalExecutor):
+    """Fails some steps after the models have run, and loses the state that is said to be lost."""
+
+    def __init__(self, target: SimulatedTarget, drafter: SimulatedDrafter) -> None:
+        super().__init__(target, drafter)
+        self.failures: list[Recovered | None] = []
+        self.countdown = 3
+
+    def step(self, step):
+        output = super().step(step)
+        self.countdown -= 1
+        if self.countdown == 0 and self.failures:
+            raise StepError("model target died")
+        return output
+
+    def recover(self) -> Recovered:
+        recovered = self.failures.pop(0)
+        self.countdown = 3
+        if recovered is None:
+            raise StepError("model target cannot be loaded")
+        if recovered.target:
+            self._target.pool[:] = -1
+        if recovered.drafter:
+            self._drafter.context.clear()
+        return recovered
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    failures=st.lists(st.builds(Recovered, st.booleans(), st.booleans(), st.booleans()), max_size=6),
+    keeps_drafts=st.booleans(),
+)
+def test_streams_go_on_with_the_same_tokens_after_a_model_was_restarted(failures, keeps_drafts):
+    harness = Harness(
+        config(drafters=(DrafterInfo("simulated", keeps_drafts),)), executor_type=FailingExecutor
+    )
+    harness.executor.failures = failures
+    for i in range(5):
+        harness.submit(i, request([i] * 5, max_tokens=30, drafts=i))
+    harness.finish()
+    for i in range(5):
+        assert harness.outcomes[i].tokens == reference_text([i] * 5, 0, 30)
+
+
+def test_requests_end_with_an_error_when_the_target_cannot_be_brought_back():
+    harness = Harness(config(), executor_type=FailingExecutor)
+    harness.executor.failures = [None]
+    harness.submit(0, request([1], max_tokens=30))
+    harness.finish()
+    assert harness.outcomes[0].reason == FinishReason.ERROR
+    assert harness.outcomes[0].events[-1].error == "model target cannot be loaded"
+    harness.submit(1, request([1], max_tokens=5))
+    harness.finish()
+    assert harness.outcomes[1].reason == FinishReason.LENGTH
+
+
+class StoppingExecutor(LocalExecutor):
+    def step(self, step):
+        raise ServerStopping("the server is shutting down")
+
+    def recover(self) -> Recovered:
+        raise AssertionError("there is nothing to recover in a server that stops")
+
+
+def test_requests_end_with_reason_shutdown_when_the_server_is_told_to_exit():
+    harness = Harness(config(), executor_type=StoppingExecutor)
+    harness.submit(0, request([1]))
+    harness.finish()
+    assert harness.outcomes[0].reason == FinishReason.SHUTDOWN
+
+
+def test_limits_that_could_deadlock_are_refused():
+    with pytest.raises(ValueError, match="max_context 60 exceeds the KV pool's 28 tokens"):
+        config(num_blocks=8)
+    with pytest.raises(ValueError, match="max_batch_tokens 4 is below max_num_seqs 8"):
+        config(max_batch_tokens=4)

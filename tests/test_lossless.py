@@ -1,0 +1,196 @@
+"""The promise: the same seed gives the same tokens, whatever the drafter, the draft length and the batch.
+
+Every comparison is of all token ids, in bf16 and fp32, greedy and sampled.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
+from angelspec_backend.core.messages import NO_DRAFTER
+from angelspec_backend.core.params import GenerationRequest, SamplingParams
+from angelspec_backend.core.request import FinishReason, TokenEvent
+from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
+from angelspec_backend.drafters.base import DrafterHost
+from angelspec_backend.drafters.draft_model import DraftModelDrafter
+from angelspec_backend.drafters.ngram import NgramDrafter
+from angelspec_backend.engine.runner import ModelRunner
+from angelspec_backend.engine.target import TargetEngine
+from families import tiny_model
+
+NGRAM, DRAFT_MODEL, ITSELF = 0, 1, 2
+BLOCKS = {"num_blocks": 256, "block_size": 16}
+SAMPLING = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.0, seed=11),
+    "warm, top-k, min-p": SamplingParams(temperature=0.7, top_k=20, min_p=0.02, seed=12),
+    "hot, top-p": SamplingParams(temperature=1.4, top_p=0.9, seed=2**63 + 13),
+}
+
+
+class Engine:
+    """A target with three drafters in this process, and a fresh loop for each set of requests."""
+
+    def __init__(self, target: ModelRunner, draft: ModelRunner, itself: ModelRunner) -> None:
+        self.target = TargetEngine(target)
+        self.drafters = (
+            NgramDrafter(1, 4, 16),
+            DraftModelDrafter(draft, "draft_model"),
+            DraftModelDrafter(itself, "itself"),
+        )
+
+    def loop(self, on_tokens, **limits) -> SpeculativeLoop:
+        values = {
+            **BLOCKS,
+            "max_context": 512,
+            "eos_token_ids": frozenset(),
+            "drafters": tuple(DrafterInfo(each.name, each.keeps_drafts) for each in self.drafters),
+            "max_num_seqs": 16,
+            "max_batch_tokens": 64,
+        }
+        host = DrafterHost(self.drafters, 16)
+        return SpeculativeLoop(LocalExecutor(self.target, host), LoopConfig(**(values | limits)), on_tokens)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """Tokens of requests that run together."""
+        tokens: list[list[int]] = [[] for _ in requests]
+        self.last: dict[int, TokenEvent] = {}
+
+        def on_tokens(event: TokenEvent) -> None:
+            tokens[event.request_id] += event.token_ids
+            self.last[event.request_id] = event
+
+        loop = self.loop(on_tokens)
+        for i, request in enumerate(requests):
+            loop.submit(i, request)
+        while loop.num_live:
+            loop._receive()
+            loop.step()
+        loop.scheduler.check_integrity()
+        return tokens
+
+
+def random_runner(dtype: torch.dtype, layers: int) -> ModelRunner:
+    model = tiny_model("llama", dtype, num_hidden_layers=layers, max_position_embeddings=512)
+    return ModelRunner(model, **BLOCKS)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def engine(request) -> Engine:
+    dtype = getattr(torch, request.param)
+    return Engine(random_runner(dtype, 2), random_runner(dtype, 1), random_runner(dtype, 2))
+
+
+def make_request(prompt: Sequence[int], sampling: SamplingParams, drafter: int = NO_DRAFTER, k: int = 0, n: int = 40):
+    return GenerationRequest(tuple(prompt), sampling, n, drafter=drafter, num_draft_tokens=k, ignore_eos=True)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_every_drafter_and_draft_length_gives_the_text_of_plain_decoding(engine, sampling):
+    prompt = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9]
+    [plain] = engine.generate([make_request(prompt, sampling)])
+    assert len(plain) == 40
+    for drafter in (NGRAM, DRAFT_MODEL, ITSELF):
+        for k in range(1, 9):
+            assert engine.generate([make_request(prompt, sampling, drafter, k)]) == [plain], (drafter, k)
+            if drafter == ITSELF:
+                last = engine.last[0]
+                assert last.num_accepted_tokens == last.num_draft_tokens > 0
+
+
+def test_sixteen_requests_of_all_kinds_together_give_the_texts_they_give_alone(engine):
+    kinds = list(SAMPLING.values())
+    requests = [
+        make_request(
+            [(7 * i + j * j) % 190 for j in range(1 + 9 * i)],
+            replace(kinds[i % 4], seed=i),
+            (NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF)[i // 4],
+            1 + i % 8,
+        )
+        for i in range(16)
+    ]
+    alone = [engine.generate([replace(r, drafter=NO_DRAFTER, num_draft_tokens=0)])[0] for r in requests]
+    assert engine.generate(requests) == alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_cancellations_and_preemptions_at_random_change_no_text(engine, seed):
+    rng = random.Random(seed)
+    kinds = list(SAMPLING.values())
+    requests = [
+        make_request(
+            [rng.randrange(190) for _ in range(rng.randrange(1, 70))],
+            replace(rng.choice(kinds), seed=rng.getrandbits(64)),
+            rng.choice((NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF)),
+            rng.randrange(9),
+            rng.randrange(1, 50),
+        )
+        for _ in range(32)
+    ]
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+
+    def on_tokens(event: TokenEvent) -> None:
+        tokens[event.request_id] += event.token_ids
+        if event.finish_reason:
+            reasons[event.request_id] = event.finish_reason
+
+    # 40 blocks hold about five of these sequences at their full length.
+    loop = engine.loop(on_tokens, num_blocks=40, max_context=160)
+    waiting = list(enumerate(requests))
+    while waiting or loop.num_live:
+        while waiting and rng.random() < 0.5:
+            i, request = waiting.pop(0)
+            tokens[i] = []
+            loop.submit(i, request)
+        if rng.random() < 0.05:
+            loop.cancel(rng.randrange(32))
+        if loop.num_live:
+            loop._receive()
+        loop.step()
+        loop.scheduler.check_integrity()
+    assert loop.scheduler.num_preemptions > 0
+    assert set(reasons.values()) == {FinishReason.LENGTH, FinishReason.CANCELLED}
+    for i, request in enumerate(requests):
+        [alone] = engine.generate([replace(request, drafter=NO_DRAFTER, num_draft_tokens=0)])
+        assert tokens[i] == alone[: len(tokens[i])]
+        if reasons[i] == FinishReason.LENGTH:
+            assert tokens[i] == alone
+
+
+@pytest.fixture(scope="module")
+def real(target_dir) -> Engine:
+    """The default target in bf16, drafted for by itself."""
+    runners = [ModelRunner.from_pretrained(str(target_dir), **BLOCKS, max_context=512) for _ in range(2)]
+    return Engine(runners[0], runners[1], runners[1])
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING["greedy"], SAMPLING["hot, top-p"]], ids=["greedy", "sampled"])
+def test_the_default_target_in_bf16_keeps_the_promise_alone_and_in_a_batch(real, tokenizer, sampling):
+    prompts = [tokenizer(text).input_ids for text in ("Count: one two three one two", "Once upon a time", "def f(x):")]
+    base = [make_request(prompt, replace(sampling, seed=i), n=32) for i, prompt in enumerate(prompts)]
+    plain = [real.generate([request])[0] for request in base]
+    for k in (1, 3, 8):
+        for drafter in (NGRAM, ITSELF):
+            drafted = [replace(request, drafter=drafter, num_draft_tokens=k) for request in base]
+            assert real.generate([*drafted, *base]) == [*plain, *plain], (drafter, k)
+
+
+def test_greedy_decoding_in_fp32_equals_transformers_generate(target_dir, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    prompts = [tokenizer(text).input_ids for text in ("The three primary colours are", "import numpy as np\n")]
+    expected = []
+    for prompt in prompts:
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False, eos_token_id=-1)
+        expected.append(output[0, len(prompt) :].tolist())
+    runner = ModelRunner(model, **BLOCKS, max_context=512)
+    engine = Engine(runner, runner, runner)
+    assert engine.generate([make_request(p, SamplingParams(), n=48) for p in prompts]) == expected
+    assert engine.generate([make_request(p, SamplingParams(), NGRAM, 6, n=48) for p in prompts]) == expected
