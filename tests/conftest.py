@@ -37,7 +37,12 @@ def server(target_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     from checks import free_ports
     from server import ServerOptions, TritonServer
 
-    config = {"target": str(target_dir), "drafters": "ngram,draft_model", "draft_model": str(target_dir)}
+    config = {
+        "target": str(target_dir),
+        "drafters": "ngram,draft_model",
+        "draft_model": str(target_dir),
+        "max_context": 2048,
+    }
     options = ServerOptions(*free_ports(3), config=config, run_dir=tmp_path_factory.mktemp("server"))
     with TritonServer(options) as running:
         running.wait_until_ready()

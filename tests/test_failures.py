@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from angelspec_client import GrpcClient, HttpClient, ServerBusy
+from angelspec_client import GrpcClient, HttpClient, RequestCancelled, ServerBusy
 from checks import free_ports
 from server import ROOT, ServerOptions, TritonServer
 from serving import PROMPT, Endpoint, stub_pid, wait_until
@@ -45,10 +45,8 @@ def test_a_full_queue_is_answered_at_once(small):
     endpoint = Endpoint(small.options)
     with GrpcClient(endpoint.grpc) as client, HttpClient(endpoint.http) as http:
         streams = [client.stream(PROMPT, max_tokens=1500, ignore_eos=True) for _ in range(3)]
-        threads = [threading.Thread(target=next, args=(stream, None)) for stream in streams]
-        for thread in threads:
-            thread.daemon = True
-            thread.start()
+        pool = ThreadPoolExecutor(3)
+        first_chunks = [pool.submit(next, stream) for stream in streams]
         wait_until(lambda: endpoint.metric("angelspec_requests_waiting") == 1)
         begin = time.monotonic()
         with pytest.raises(ServerBusy, match="full"):
@@ -60,7 +58,11 @@ def test_a_full_queue_is_answered_at_once(small):
         assert time.monotonic() - begin < 5
         for stream in streams:
             stream.close()
-        wait_until(lambda: endpoint.metric("angelspec_requests_running") == 0)
+        pool.shutdown()
+        failures = [future.exception() for future in first_chunks if future.exception()]
+        assert [type(failure) for failure in failures] == [RequestCancelled]  # the one that never ran
+        for name in ("angelspec_requests_running", "angelspec_requests_waiting"):
+            wait_until(lambda name=name: endpoint.metric(name) == 0)
         assert client.generate(PROMPT, max_tokens=3).num_output_tokens <= 3
 
 
