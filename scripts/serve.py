@@ -158,7 +158,7 @@ def welcome(options: ServerOptions) -> str:
     url = options.url(options.http_port, "v2/models/angelspec/generate")
     return f"""ready; try:
   curl -s {url} -d '{{"text_input": "The capital of France is", "max_tokens": 32}}'
-  {client} generate "The capital of France is" --server 127.0.0.1:{options.grpc_port} --stream
+  {client} generate "What is the capital of France?" --server 127.0.0.1:{options.grpc_port} --stream
 metrics: {options.url(options.metrics_port, "metrics")}   stop: Ctrl-C"""
 
 

@@ -79,6 +79,7 @@ def config(**more) -> LoopConfig:
         "drafters": (DrafterInfo("simulated", True),),
         "max_num_seqs": 8,
         "max_batch_tokens": 32,
+        "adaptive_drafts": False,
     }
     return LoopConfig(**(values | more))
 
@@ -100,15 +101,17 @@ actions = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 20)), min
     max_batch_tokens=st.sampled_from([8, 13, 40]),
     keeps_drafts=st.booleans(),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
+    adaptive=st.booleans(),
 )
 def test_any_trace_of_arrivals_and_cancellations_gives_every_sequence_its_own_text(
-    actions, num_blocks, max_batch_tokens, keeps_drafts, error_rate
+    actions, num_blocks, max_batch_tokens, keeps_drafts, error_rate, adaptive
 ):
     harness = Harness(
         config(
             num_blocks=num_blocks,
             max_batch_tokens=max_batch_tokens,
             drafters=(DrafterInfo("simulated", keeps_drafts),),
+            adaptive_drafts=adaptive,
         ),
         error_rate,
     )
@@ -136,8 +139,8 @@ def test_a_perfect_drafter_is_accepted_whole_and_counted_so():
     harness.submit(0, request([1, 2, 3], max_tokens=20, drafts=4))
     harness.finish()
     last = harness.outcomes[0].events[-1]
-    assert [len(event.token_ids) for event in harness.outcomes[0].events] == [5, 5, 5, 5]
-    assert (last.num_draft_tokens, last.num_accepted_tokens) == (16, 16)
+    assert [len(event.token_ids) for event in harness.outcomes[0].events] == [1, 5, 5, 5, 4]
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == (15, 15)
 
 
 def test_the_end_of_sequence_token_ends_a_request_within_accepted_drafts():

@@ -52,6 +52,7 @@ class Engine:
             "drafters": tuple(DrafterInfo(each.name, each.keeps_drafts) for each in self.drafters),
             "max_num_seqs": 16,
             "max_batch_tokens": 64,
+            "adaptive_drafts": False,  # every draft length is to be tried
         }
         host = DrafterHost(self.drafters, 16)
         return SpeculativeLoop(LocalExecutor(self.target, host), LoopConfig(**(values | limits)), on_tokens)

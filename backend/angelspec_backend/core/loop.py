@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -158,13 +159,14 @@ class SpeculativeLoop:
         if not rows:
             return
         step = self.scheduler.build(rows)
+        begin = time.perf_counter()
         try:
             output = self._executor.step(step)
         except StepError as error:
             self._recover(error)
             return
         self._recoveries = 0
-        self._report(self.scheduler.apply(rows, output))
+        self._report(self.scheduler.apply(rows, output, time.perf_counter() - begin))
 
     def _receive(self) -> bool:
         """Take in all that arrived, waiting while idle; False after ``stop``."""

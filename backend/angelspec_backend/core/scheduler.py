@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from angelspec_backend.core.block_manager import BlockManager, BlockTable
+from angelspec_backend.core.draft_policy import DraftPolicy
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput, StepOutput, split_rows
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
 
@@ -39,6 +40,7 @@ class LoopConfig:
     max_num_seqs: int = 64
     max_batch_tokens: int = 512
     max_queue_size: int = 256
+    adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
 
     def __post_init__(self) -> None:
         pool = (self.num_blocks - 1) * self.block_size
@@ -75,6 +77,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
+        self._policy = DraftPolicy(len(config.drafters))
         self._budget = self._feed_budget = 0  # tokens left in the step being planned
         self._blocks = BlockManager(config.num_blocks, config.block_size)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -126,9 +129,9 @@ class Scheduler:
         decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
         prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
         reserved = len(decoding)  # each decoding row is sure of its one token
-        for seq in decoding:
+        for seq, drafts in zip(decoding, self._draft_lengths(decoding), strict=True):
             reserved -= 1
-            if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows)):
+            if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):
@@ -172,9 +175,11 @@ class Scheduler:
             block_table=np.concatenate([row.seq.table.ids for row in rows]),
         )
 
-    def apply(self, rows: list[ScheduledRow], output: StepOutput) -> list[TokenEvent]:
-        """Take over what the target sampled; sequences that ended leave."""
+    def apply(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> list[TokenEvent]:
+        """Take over what the target sampled in a step of so many seconds; sequences that ended leave."""
         events = []
+        if all(row.num_tokens == 1 for row in rows):
+            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
         for row, new, drafted in zip(
             rows, split_rows(output.token_ids, output.lens), output.draft_lens.tolist(), strict=True
         ):
@@ -183,7 +188,9 @@ class Scheduler:
             seq.num_fed += row.num_feed
             if row.num_feed and drafted and self.config.drafters[seq.drafter].keeps_drafts:
                 seq.num_fed += min(accepted, drafted - 1)
-            seq.num_draft_tokens += drafted
+            if drafted:
+                seq.num_draft_tokens += drafted
+                self._policy.observe_draft(seq.drafter, seq.acceptance, drafted, accepted)
             if not len(new):
                 continue
             before = len(seq.token_ids)
@@ -219,15 +226,30 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside
 
-    def _plan(self, seq: Sequence, budget: int, rows: list[ScheduledRow]) -> ScheduledRow | None:
+    def _draft_lengths(self, decoding: list[Sequence]) -> list[int]:
+        """Drafts wanted for each decoding sequence: what its request allows, or what pays."""
+        limits = [
+            min(seq.request.num_draft_tokens, seq.num_wanted - 1)
+            if self.drafting and seq.drafter != NO_DRAFTER
+            else 0
+            for seq in decoding
+        ]
+        if not self.config.adaptive_drafts or not any(limits):
+            return limits
+        rates = [self._policy.rate(seq.drafter, seq.acceptance) if k else 0.0 for seq, k in zip(decoding, limits)]
+        return self._policy.choose(np.array(rates), np.array(limits), len(decoding)).tolist()
+
+    def _plan(
+        self, seq: Sequence, budget: int, rows: list[ScheduledRow], drafts: int = 0
+    ) -> ScheduledRow | None:
         """A row for a running sequence, with its blocks; None when it was preempted itself."""
         num_tokens = min(seq.num_uncomputed, budget)
         known = seq.num_computed + num_tokens
-        num_feed = drafts = 0
+        num_feed = 0
         if self.drafting and seq.drafter != NO_DRAFTER:
             num_feed = max(0, min(known - seq.num_fed, self._feed_budget))
-            if num_feed and seq.num_fed + num_feed == len(seq.token_ids):
-                drafts = max(0, min(seq.request.num_draft_tokens, seq.num_wanted - 1, budget - num_tokens))
+        caught_up = num_feed > 0 and seq.num_fed + num_feed == len(seq.token_ids)
+        drafts = min(drafts, budget - num_tokens) if caught_up else 0
         if drafts and not self._blocks.grow(seq.table, known + drafts):
             drafts = 0
         while not self._blocks.grow(seq.table, known):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 _log = logging.getLogger(__name__)
 
-ROW_RANGES = ((2, 128), (2, 64), (2, 32), (16, 16))
+ROW_RANGES = ((2, 512), (2, 256), (2, 128), (2, 64), (2, 32), (16, 16))
 """Row counts (lowest, highest) that one kernel call may get, best first; the last is one fixed shape."""
 
-_CHECKED = (2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 96, 97, 112, 127)
+_CHECKED = (2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 96, 97, 112, 127, 129, 160, 192, 200, 255, 257, 320, 384, 511)
 
 
 class PackedLinear(nn.Module):

@@ -160,6 +160,7 @@ def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[Drafte
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         max_queue_size=config.max_queue_size,
+        adaptive_drafts=config.adaptive_drafts,
     )
 
 

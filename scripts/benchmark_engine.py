@@ -1,0 +1,210 @@
+"""Time engine steps against what the machine allows, and say where the time goes.
+
+    python scripts/benchmark_engine.py [--rows 1,4,16,64] [--tokens 1,4,8] [--contexts 128,1024] [--out FILE]
+
+The floor of a step is its matrix products alone, with the same packed weights, plus the time to read the
+keys and values once at the memory bandwidth measured in the same run.  Floor and step alternate, and the
+medians are compared.  One JSON line per cell goes to --out, a table to the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmark_report import describe_machine, to_line
+from rich.console import Console
+from rich.table import Table
+
+from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
+from angelspec_backend.engine import batch as batch_module
+from angelspec_backend.engine import native
+from angelspec_backend.engine import target as target_module
+from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.llama import FusedLlama
+from angelspec_backend.engine.runner import ModelRunner
+from angelspec_backend.engine.target import TargetEngine
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK_SIZE = 16
+PARTS = ("matmul", "attention", "norms and the rest", "sampling", "packing")
+
+
+class Stopwatch:
+    """Seconds spent in some functions, by name, while they are replaced by timed ones."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time added to ``seconds[name]``."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+        return call
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Time the parts of a step inside this block."""
+        places: list[tuple[Any, str, str]] = [
+            (PackedLinear, "forward", "matmul"),
+            (native, "paged_attention", "attention"),
+            (target_module, "sample", "sampling"),
+            (target_module, "pack", "packing"),
+            (target_module, "check_step", "packing"),
+        ]
+        saved = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+        for owner, name, part in places:
+            setattr(owner, name, self.timed(part, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, function in saved:
+                setattr(owner, name, function)
+
+
+def make_step(rows: int, tokens: int, context: int, vocab_size: int, temperature: float) -> tuple[StepInput, DraftOutput]:
+    """A step of ``rows`` sequences with ``context`` computed tokens, each verifying ``tokens`` - 1 drafts."""
+    rng = np.random.default_rng(0)
+    blocks = -(-(context + tokens) // BLOCK_SIZE)
+    records = np.zeros(rows, ROW)
+    records["num_computed"], records["num_tokens"], records["sample"] = context, 1, 1
+    records["num_draft_tokens"], records["num_blocks"], records["drafter"] = tokens - 1, blocks, -1
+    records["temperature"], records["top_p"] = temperature, 0.95 if temperature else 1.0
+    records["seed"] = np.arange(rows)
+    ids = rng.integers(0, vocab_size, rows).astype(np.int32)
+    table = np.arange(1, 1 + rows * blocks, dtype=np.int32)
+    drafts = rng.integers(0, vocab_size, rows * (tokens - 1)).astype(np.int32)
+    step = StepInput(records, ids, np.zeros(0, np.int32), table)
+    return step, DraftOutput(drafts, np.full(rows, tokens - 1, np.int32))
+
+
+def matmul_floor(model: FusedLlama, num_tokens: int) -> Callable[[], None]:
+    """All matrix products of a step and nothing else."""
+    count = max(num_tokens, batch_module.MIN_TOKENS)
+
+    def inputs(linear: PackedLinear) -> torch.Tensor:
+        return torch.randn(count, linear.in_features).to(model.dtype)
+
+    layer = model.layers[0]
+    shapes = [inputs(linear) for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+    head = inputs(model.head)
+
+    @torch.inference_mode()
+    def run() -> None:
+        for each in model.layers:
+            linears = (each.qkv, each.attention_out, each.gate_up, each.down)
+            for linear, x in zip(linears, shapes, strict=True):
+                linear(x)
+        model.head(head)
+
+    return run
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading memory with all threads: the median of several passes over 1 GiB."""
+    data = torch.ones(1 << 27, dtype=torch.float64)
+    return data.nbytes / median_seconds([data.sum], 5)[0]
+
+
+def median_seconds(functions: list[Callable[[], Any]], repeats: int) -> list[float]:
+    """Median time of each function; they run in turns, so that a drift of the machine hits all alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for repeat in range(repeats + 2):
+        for function, seen in zip(functions, times, strict=True):
+            begin = time.perf_counter()
+            function()
+            if repeat >= 2:  # the first runs warm up
+                seen.append(time.perf_counter() - begin)
+    return [statistics.median(seen) for seen in times]
+
+
+def measure(engine: TargetEngine, rows: int, tokens: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One cell: floor, step and its parts, in milliseconds."""
+    runner = engine.runner
+    assert isinstance(runner.network, FusedLlama)
+    step, drafts = make_step(rows, tokens, context, runner.vocab_size, options.temperature)
+    floor = matmul_floor(runner.network, rows * tokens)
+
+    def run() -> None:
+        engine.step(step, drafts)
+
+    matmul_s, step_s = median_seconds([floor, run], options.repeats)
+    stopwatch = Stopwatch()
+    with stopwatch.measuring():
+        for _ in range(options.repeats):
+            run()
+    kv_bytes = rows * (context + tokens) * runner.pool.bytes_per_token
+    floor_s = matmul_s + kv_bytes / options.bandwidth
+    parts = {name: stopwatch.seconds.get(name, 0.0) / options.repeats * 1e3 for name in PARTS}
+    parts["norms and the rest"] = max(step_s * 1e3 - sum(parts.values()), 0.0)
+    cell = {"rows": rows, "new_tokens": tokens, "context": context}
+    cell |= {"step_ms": step_s * 1e3, "floor_ms": floor_s * 1e3, "matmul_floor_ms": matmul_s * 1e3}
+    return cell | {"ratio": step_s / floor_s} | {f"{name}_ms": value for name, value in parts.items()}
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    """The table."""
+    table = Table(title="Engine steps against the floor, medians in ms")
+    for column in ("rows", "new tokens", "context", "step", "floor", "ratio", *PARTS):
+        table.add_column(column, justify="right")
+    for cell in cells:
+        numbers = [cell["step_ms"], cell["floor_ms"], cell["ratio"], *(cell[f"{name}_ms"] for name in PARTS)]
+        places = [str(cell[name]) for name in ("rows", "new_tokens", "context")]
+        table.add_row(*places, *(f"{number:.2f}" for number in numbers))
+    Console(width=140).print(table)
+
+
+def parse_arguments() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--tokens", type=numbers, default=[1, 4, 8], help="new tokens per row: one and its drafts")
+    parser.add_argument("--contexts", type=numbers, default=[128, 1024])
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; else with top_p 0.95")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    most = max(options.rows) * -(-(max(options.contexts) + max(options.tokens)) // BLOCK_SIZE)
+    dtype = getattr(torch, options.dtype)
+    runner = ModelRunner.from_pretrained(options.target, dtype=dtype, num_blocks=most + 1, block_size=BLOCK_SIZE)
+    if not isinstance(runner.network, FusedLlama):
+        raise SystemExit("the floor is known for the fused models only")
+    engine = TargetEngine(runner)
+    options.bandwidth = read_bandwidth()
+    print(f"memory read bandwidth {options.bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
+    cells = []
+    for context in options.contexts:
+        for rows in options.rows:
+            for tokens in options.tokens:
+                cell = measure(engine, rows, tokens, context, options)
+                cells.append(cell)
+                if options.out:
+                    record = {**cell, "bandwidth_gb_s": options.bandwidth / 1e9, **describe_machine()}
+                    with options.out.open("a", encoding="utf-8") as out:
+                        out.write(to_line(record) + "\n")
+    show(cells)
+
+
+if __name__ == "__main__":
+    main()
