@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.console import Console
+
 from angelspec_client import AngelSpecError, AsyncGrpcClient, Generation, HttpClient, ServerError
 from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from benchmark_report import AR, Answers, Window, describe_machine, make_cell, make_table, to_line
-from rich.console import Console
 
 WARM_UP_TOKENS = 8
 MAX_WARM_UP_REQUESTS = 8

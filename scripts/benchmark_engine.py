@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmark_report import describe_machine, to_line
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +30,7 @@ from angelspec_backend.engine.linear import PackedLinear
 from angelspec_backend.engine.llama import FusedLlama
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
+from benchmark_report import describe_machine, to_line
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 16
@@ -75,7 +75,9 @@ class Stopwatch:
                 setattr(owner, name, function)
 
 
-def make_step(rows: int, tokens: int, context: int, vocab_size: int, temperature: float) -> tuple[StepInput, DraftOutput]:
+def make_step(
+    rows: int, tokens: int, context: int, vocab_size: int, temperature: float
+) -> tuple[StepInput, DraftOutput]:
     """A step of ``rows`` sequences with ``context`` computed tokens, each verifying ``tokens`` - 1 drafts."""
     rng = np.random.default_rng(0)
     blocks = -(-(context + tokens) // BLOCK_SIZE)
@@ -131,7 +133,9 @@ def median_seconds(functions: list[Callable[[], Any]], repeats: int) -> list[flo
     return [statistics.median(seen) for seen in times]
 
 
-def measure(engine: TargetEngine, rows: int, tokens: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    engine: TargetEngine, rows: int, tokens: int, context: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """One cell: floor, step and its parts, in milliseconds."""
     runner = engine.runner
     assert isinstance(runner.network, FusedLlama)
@@ -150,7 +154,7 @@ def measure(engine: TargetEngine, rows: int, tokens: int, context: int, options:
     floor_s = matmul_s + kv_bytes / options.bandwidth
     parts = {name: stopwatch.seconds.get(name, 0.0) / options.repeats * 1e3 for name in PARTS}
     parts["norms and the rest"] = max(step_s * 1e3 - sum(parts.values()), 0.0)
-    cell = {"rows": rows, "new_tokens": tokens, "context": context}
+    cell: dict[str, Any] = {"rows": rows, "new_tokens": tokens, "context": context}
     cell |= {"step_ms": step_s * 1e3, "floor_ms": floor_s * 1e3, "matmul_floor_ms": matmul_s * 1e3}
     return cell | {"ratio": step_s / floor_s} | {f"{name}_ms": value for name, value in parts.items()}
 
@@ -171,11 +175,15 @@ def parse_arguments() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--tokens", type=numbers, default=[1, 4, 8], help="new tokens per row: one and its drafts")
+    parser.add_argument(
+        "--tokens", type=numbers, default=[1, 4, 8], help="new tokens per row: one and its drafts"
+    )
     parser.add_argument("--contexts", type=numbers, default=[128, 1024])
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; else with top_p 0.95")
     parser.add_argument("--repeats", type=int, default=15)
@@ -187,7 +195,9 @@ def main() -> None:
     options = parse_arguments()
     most = max(options.rows) * -(-(max(options.contexts) + max(options.tokens)) // BLOCK_SIZE)
     dtype = getattr(torch, options.dtype)
-    runner = ModelRunner.from_pretrained(options.target, dtype=dtype, num_blocks=most + 1, block_size=BLOCK_SIZE)
+    runner = ModelRunner.from_pretrained(
+        options.target, dtype=dtype, num_blocks=most + 1, block_size=BLOCK_SIZE
+    )
     if not isinstance(runner.network, FusedLlama):
         raise SystemExit("the floor is known for the fused models only")
     engine = TargetEngine(runner)

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from angelspec_client import AngelSpecError, Generation
-from angelspec_client.metrics import summarize
 from rich.box import MARKDOWN
 from rich.table import Table
+
+from angelspec_client import AngelSpecError, Generation
+from angelspec_client.metrics import summarize
 
 AR = "none"
 """The drafter name of plain autoregressive decoding."""

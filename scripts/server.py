@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Callable
 
 import yaml
+
 from checks import check_ports, check_shm
 from server_log import explain_failure
 from server_options import ROOT, ServerOptions, command, environment

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from angelspec_backend.core.config import CONFIG_ENV, ConfigError, EngineConfig, load_config
 from checks import CheckError
 from prepare_target import prepare_default_target

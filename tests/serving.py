@@ -82,7 +82,7 @@ def stub_pid(server: TritonServer, model: str) -> int:
             parent = int(re.search(r"^PPid:\t(\d+)", (status.parent / "status").read_text(), re.M)[1])
         except (OSError, TypeError):
             continue
-        if b"python_backend_stub" in command[0] and parent == server.pid:
-            if any(f"/{model}/".encode() in part for part in command):
-                return int(status.parent.name)
+        is_stub = b"python_backend_stub" in command[0] and parent == server.pid
+        if is_stub and any(f"/{model}/".encode() in part for part in command):
+            return int(status.parent.name)
     raise AssertionError(f"no process of {model}")

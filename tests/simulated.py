@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, DraftOutput, StepInput, StepOutput, split_rows
 
 VOCAB = 50
@@ -41,11 +42,14 @@ class SimulatedTarget:
         tables = split_rows(step.block_table, rows["num_blocks"])
         known = split_rows(step.token_ids, rows["num_tokens"])
         proposed = split_rows(drafts.token_ids, drafts.lens)
-        assert len(step.block_table) == len(set(step.block_table.tolist())), "two rows share a block"
+        uses = np.bincount(step.block_table)
         assert 0 not in step.block_table, "the null block was handed out"
         for row, table, tokens, draft in zip(rows, tables, known, proposed, strict=True):
             new = [*tokens.tolist(), *draft.tolist()]
             start = int(row["num_computed"])
+            assert all(uses[table[start // self.block_size :]] == 1), (
+                "a block that is written has another user"
+            )
             for position, token in enumerate(new, start):
                 self.pool[table[position // self.block_size], position % self.block_size] = token
             context = self.pool[table].reshape(-1)[: start + len(new)].tolist()
@@ -54,7 +58,8 @@ class SimulatedTarget:
                 lens.append(0)
                 continue
             samples = [
-                next_token(context[: start + len(tokens) + i], int(row["seed"])) for i in range(len(draft) + 1)
+                next_token(context[: start + len(tokens) + i], int(row["seed"]))
+                for i in range(len(draft) + 1)
             ]
             accepted = 0
             while accepted < len(draft) and draft[accepted] == samples[accepted]:
@@ -65,10 +70,15 @@ class SimulatedTarget:
 
 
 class SimulatedDrafter:
-    """Knows the right continuation, and errs now and then; asserts that it was fed every token once."""
+    """Knows the right continuation, and errs now and then; asserts that it has seen every token before.
 
-    def __init__(self, keeps_drafts: bool, error_rate: float, seed: int) -> None:
-        self.keeps_drafts = keeps_drafts
+    Its context lies in KV blocks or, without ``shares_blocks``, in the sequence's slot.
+    """
+
+    def __init__(self, info: DrafterInfo, block_size: int, error_rate: float, seed: int) -> None:
+        self.info = info
+        self.block_size = block_size
+        self.blocks: dict[int, list[int]] = {}
         self.random = np.random.default_rng(seed)
         self.error_rate = error_rate
         self.context: dict[int, list[int]] = {}
@@ -76,21 +86,37 @@ class SimulatedDrafter:
     def propose(self, step: StepInput) -> DraftOutput:
         flat, lens = [], []
         feeds = split_rows(step.feed_token_ids, step.rows["num_feed"])
-        for row, feed in zip(step.rows, feeds, strict=True):
+        tables = split_rows(step.block_table, step.rows["num_blocks"])
+        for row, feed, table in zip(step.rows, feeds, tables, strict=True):
             if row["drafter"] == NO_DRAFTER:
                 assert row["num_draft_tokens"] == 0
                 lens.append(0)
                 continue
-            slot, fed = int(row["slot"]), int(row["num_fed"])
-            context = self.context[slot] = self.context.get(slot, [])[:fed] if fed else []
-            assert len(context) == fed, "a token never reached the drafter"
+            context = self._context(int(row["slot"]), table.tolist(), int(row["num_fed"]))
             context += feed.tolist()
             draft = []
             for _ in range(row["num_draft_tokens"]):
                 token = next_token([*context, *draft], int(row["seed"]))
-                draft.append(int(self.random.integers(VOCAB)) if self.random.random() < self.error_rate else token)
-            if self.keeps_drafts:
+                draft.append(
+                    int(self.random.integers(VOCAB)) if self.random.random() < self.error_rate else token
+                )
+            if self.info.keeps_drafts:
                 context += draft[:-1]
+            self.context[int(row["slot"])] = context
+            for index, block in enumerate(table.tolist()):
+                self.blocks[block] = context[index * self.block_size : (index + 1) * self.block_size]
             flat += draft
             lens.append(len(draft))
         return DraftOutput(np.array(flat, np.int32), np.array(lens, np.int32))
+
+    def _context(self, slot: int, table: list[int], num_fed: int) -> list[int]:
+        known = self.context.get(slot, [])
+        if self.info.shares_blocks:
+            known = [token for block in table for token in self.blocks.get(block, [])]
+        assert len(known) >= num_fed, "a token never reached the drafter"
+        return known[:num_fed]
+
+    def forget(self) -> None:
+        """Lose all context, as a process does that is started again."""
+        self.context.clear()
+        self.blocks.clear()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from angelspec_backend.engine.loader import LoadError, load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from families import COMMON, FAMILIES, REFUSED, tiny_model

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from angelspec_backend.engine import native
 from angelspec_backend.engine.attention import paged_attention, torch_paged_attention
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.native_build import SOURCES
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 IMPLEMENTATIONS = [

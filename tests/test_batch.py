@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, split_rows
-from angelspec_backend.engine.batch import MIN_TOKENS, check_step, pack
 from hypothesis import given
 from hypothesis import strategies as st
+
+from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, split_rows
+from angelspec_backend.engine.batch import MIN_TOKENS, check_step, pack
 
 VOCAB = 50
 LIMITS = {"num_blocks": 64, "vocab_size": VOCAB, "max_context": 40}

@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from angelspec_backend.engine.runner import ModelRunner
-from families import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from angelspec_backend.engine.runner import ModelRunner
+from families import tiny_model
 from traces import Piece, batch_of
 
 LENGTH, BLOCK_SIZE, MATES = 40, 16, 63

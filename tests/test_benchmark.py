@@ -4,16 +4,17 @@ import dataclasses
 import json
 from collections import Counter
 
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 import benchmark
 import benchmark_prompts
 import benchmark_report
-import numpy as np
-import pytest
 from angelspec_client import Chunk, Generation, Usage
 from angelspec_client.metrics import percentile, summarize, token_gaps
 from angelspec_client.results import acceptance_length, assemble
-from hypothesis import given
-from hypothesis import strategies as st
 
 chunk_lists = st.lists(st.tuples(st.integers(0, 5), st.floats(0.001, 2.0)), min_size=1, max_size=20)
 

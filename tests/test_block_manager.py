@@ -1,32 +1,96 @@
-"""KV blocks are never lost, shared by accident, or handed out half."""
+"""KV blocks are never lost, shared by accident or handed out half; cached ones hold what they should."""
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from angelspec_backend.core.block_manager import NULL_BLOCK, BlockManager, BlockTable
 
+SIZE = 2
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
+
+@settings(max_examples=300)
 @given(
-    num_blocks=st.integers(2, 30),
-    block_size=st.integers(1, 5),
-    actions=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=60),
+    num_blocks=st.integers(8, 30),
+    actions=st.lists(st.tuples(st.integers(0, 3), tokens, st.integers(0, 12)), max_size=40),
 )
-def test_any_trace_of_growth_and_release_keeps_every_block_accounted_for(num_blocks, block_size, actions):
-    manager = BlockManager(num_blocks, block_size)
-    tables = [BlockTable(num_blocks) for _ in range(5)]
-    for which, num_tokens in actions:
-        table = tables[which]
-        if num_tokens == 0:
-            manager.release(table)
-            assert len(table) == 0
-        else:
-            needed = max(0, -(-num_tokens // block_size) - len(table))
-            before, free = table.ids.tolist(), manager.num_free
-            grown = manager.grow(table, num_tokens)
-            assert grown == (needed <= free)
-            assert table.ids.tolist()[: len(before)] == before
-            assert len(table) == len(before) + (needed if grown else 0)
-            assert NULL_BLOCK not in table.ids
+def test_any_trace_of_starts_growth_and_release_keeps_every_block_accounted_for(num_blocks, actions):
+    """Each action ends the sequence in a place and starts another there; ``content`` is the pool itself."""
+    manager = BlockManager(num_blocks, SIZE)
+    tables = [BlockTable(num_blocks) for _ in range(4)]
+    content: dict[int, list[int]] = {}
+    for place, token_ids, num_computed in actions:
+        table = tables[place]
+        manager.release(table)
+        assert len(table) == 0
         manager.check_integrity(tables)
+
+        prefix = manager.match(token_ids)
+        assert len(prefix) * SIZE < len(token_ids)
+        for index, cached in enumerate(prefix):
+            assert content[cached.block] == token_ids[: (index + 1) * SIZE]
+        free = manager.num_free
+        if not manager.start(table, prefix, len(token_ids)):
+            assert len(table) == 0
+            assert manager.num_free == free
+            continue
+        assert manager.grow(table, len(token_ids))
+        assert len(table) == manager.blocks_for(len(token_ids))
+        assert NULL_BLOCK not in table.ids
+        for index, block in enumerate(table.ids.tolist()):
+            if index >= len(prefix):
+                assert all(block not in other.ids for other in tables if other is not table)
+                content[block] = token_ids[: (index + 1) * SIZE]
+        manager.publish(table, token_ids, max(len(prefix) * SIZE, min(num_computed, len(token_ids))))
+        manager.check_integrity(tables)
+
+
+def test_growth_is_all_or_nothing():
+    manager = BlockManager(5, SIZE)
+    first, second = BlockTable(8), BlockTable(8)
+    assert manager.grow(first, 5)
+    assert not manager.grow(second, 3)
+    assert (len(second), manager.num_free) == (0, 1)
+    assert manager.grow(second, 2)
+    manager.check_integrity([first, second])
+
+
+def test_of_cached_blocks_the_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_beginning():
+    manager = BlockManager(6, SIZE)
+    old, new, table = BlockTable(8), BlockTable(8), BlockTable(8)
+    for each, token_ids in ((old, [1, 1, 2, 2]), (new, [3, 3, 4, 4])):
+        manager.grow(each, 4)
+        manager.publish(each, token_ids, 4)
+        manager.release(each)
+    manager.grow(table, 4)  # the block that was never used, and the end of the old prefix
+    assert len(manager.match([1, 1, 2, 2, 0])) == 1
+    assert len(manager.match([3, 3, 4, 4, 0])) == 2
+
+
+def test_two_sequences_that_compute_the_same_prefix_at_once_leave_one_copy_in_the_cache():
+    manager = BlockManager(9, SIZE)
+    tables = [BlockTable(4), BlockTable(4)]
+    for table in tables:
+        manager.grow(table, 4)
+    for table in tables:
+        manager.publish(table, [1, 2, 3, 4], 4)
+    assert [cached.block for cached in manager.match([1, 2, 3, 4, 5])] == tables[0].ids.tolist()
+    assert tables[0].nodes == tables[1].nodes
+    manager.check_integrity(tables)
+
+
+def test_what_a_drafter_has_seen_is_known_per_block():
+    manager = BlockManager(9, SIZE)
+    table = BlockTable(4)
+    manager.grow(table, 6)
+    manager.publish(table, [1, 2, 3, 4, 5, 6], 6)
+    manager.mark_fed(table, 1, 0, 3)
+    assert [cached.drafters for cached in manager.match([1, 2, 3, 4, 5, 6, 7])] == [{1}, set(), set()]
+    manager.mark_fed(table, 1, 3, 4)
+    assert [cached.drafters for cached in manager.match([1, 2, 3, 4, 5, 6, 7])] == [{1}, {1}, set()]
+    manager.forget_drafters()
+    assert not any(cached.drafters for cached in manager.match([1, 2, 3, 4, 5, 6, 7]))
+    manager.forget()
+    assert manager.match([1, 2, 3, 4, 5, 6, 7]) == []

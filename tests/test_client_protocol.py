@@ -5,6 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
 from angelspec_client import (
     AsyncStream,
     ConnectionFailed,
@@ -23,10 +28,6 @@ from angelspec_client.http_client import read_response
 from angelspec_client.progress import LONGEST_BACKOFF_S, Policy, backoff_s
 from angelspec_client.protocol import build_request, read_chunk, read_json, to_json, to_tensors
 from angelspec_client.sse import read_events
-from hypothesis import given
-from hypothesis import strategies as st
-from tritonclient.grpc import service_pb2
-from tritonclient.utils import serialize_byte_tensor
 
 LAST = {
     "text_output": ["c"],

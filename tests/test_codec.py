@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOutput
-from angelspec_backend.core.scheduler import DrafterInfo
-from angelspec_backend.triton import codec
 from hypothesis import given
 from hypothesis import strategies as st
+
+from angelspec_backend.core.loop_config import DrafterInfo
+from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOutput
+from angelspec_backend.triton import codec
 
 int32s = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda items: np.array(items, np.int32))
 rows = st.binary(max_size=4 * ROW.itemsize).map(
@@ -67,5 +68,7 @@ def test_descriptions_survive():
     pool = codec.PoolInfo(num_blocks=64, block_size=16)
     target = codec.TargetInfo(pool, max_context=8192, vocab_size=100, eos_token_ids=(2, 0))
     assert codec.decode_target_info(codec.encode_info(target)) == target
-    drafter = codec.DrafterModelInfo(pool, (DrafterInfo("ngram", False), DrafterInfo("draft_model", True)))
+    drafter = codec.DrafterModelInfo(
+        pool, (DrafterInfo("ngram", False, False), DrafterInfo("draft_model", True, True))
+    )
     assert codec.decode_drafter_info(codec.encode_info(drafter)) == drafter

@@ -6,18 +6,19 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
 from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
+from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
-from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
-from angelspec_backend.drafters.base import DrafterHost
+from angelspec_backend.drafters.base import DrafterHost, describe
 from angelspec_backend.drafters.draft_model import DraftModelDrafter, check_compatible
 from angelspec_backend.engine.loader import LoadError
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from families import COMMON, tiny_model
-from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedTokenizerFast
 
 VOCAB, BLOCK_SIZE, BLOCKS_PER_ROW, NUM_SLOTS = COMMON["vocab_size"], 4, 16, 3
 NUM_BLOCKS = 1 + 4 * NUM_SLOTS * BLOCKS_PER_ROW
@@ -107,7 +108,7 @@ class Served:
             block_size=BLOCK_SIZE,
             max_context=target.max_context,
             eos_token_ids=frozenset(),
-            drafters=tuple(DrafterInfo(each.name, each.keeps_drafts) for each in host.drafters),
+            drafters=tuple(describe(each) for each in host.drafters),
             max_num_seqs=8,
             max_batch_tokens=24,
         )

@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from angelspec_backend.core.draft_policy import Acceptance, DraftPolicy, StepTimes
 from hypothesis import given
 from hypothesis import strategies as st
+
+from angelspec_backend.core.draft_policy import Acceptance, DraftPolicy, StepTimes
 
 
 def expected_tokens(rate: float, k: int) -> float:
@@ -72,7 +73,9 @@ def test_it_learns_to_be_about_as_fast_as_the_best_fixed_length(rows, rate, cost
         rates = np.array([policy.rate(0, own) for own in sequences])
         return policy.choose(rates, np.full(rows, 8), rows)
 
-    fixed = {k: simulate(rows, rate, cost, lambda policy, sequences, k=k: [k] * rows) for k in (0, 1, 2, 4, 8)}
+    fixed = {
+        k: simulate(rows, rate, cost, lambda policy, sequences, k=k: [k] * rows) for k in (0, 1, 2, 4, 8)
+    }
     speed = simulate(rows, rate, cost, adaptive)
     assert speed > 0.95 * fixed[0], "slower than plain decoding"
     assert speed > 0.9 * max(fixed.values())

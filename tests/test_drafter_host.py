@@ -4,16 +4,18 @@ import logging
 
 import numpy as np
 import pytest
-from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
-from angelspec_backend.drafters.base import DrafterHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
+from angelspec_backend.drafters.base import DrafterHost
 
 
 class EchoDrafter:
     """Proposes as many copies of (its own number, the fed tokens, the blocks) sum as it may, or fails."""
 
     keeps_drafts = False
+    shares_blocks = False
 
     def __init__(self, number):
         self.name, self.number, self.broken, self.slots = f"echo{number}", number, False, []

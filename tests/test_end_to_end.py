@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+
 from angelspec_client import AsyncGrpcClient, GrpcClient, HttpClient, InvalidRequest
 from serving import CHAT, PROMPT, Endpoint, wait_until
 
@@ -56,7 +57,10 @@ def test_every_protocol_and_every_drafter_gives_the_same_text(client, http_clien
         http_client.stream(messages=CHAT, **options).read(),
         *asyncio.run(run_async()),
         *(client.generate(messages=CHAT, drafter="ngram", num_draft_tokens=k, **options) for k in (1, 3, 8)),
-        *(client.generate(messages=CHAT, drafter="draft_model", num_draft_tokens=k, **options) for k in (1, 7)),
+        *(
+            client.generate(messages=CHAT, drafter="draft_model", num_draft_tokens=k, **options)
+            for k in (1, 7)
+        ),
     ]
     for generation in generations:
         assert (generation.text, generation.token_ids) == (plain.text, plain.token_ids)
@@ -147,7 +151,9 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(client, tokenizer):
     stop = words[len(words) // 2 : len(words) // 2 + 6]  # begins and ends inside of tokens
     for drafter, k in (("none", 0), ("ngram", 8), ("draft_model", 8)):
         for result in (
-            client.generate(messages=CHAT, stop=[stop, "never"], drafter=drafter, num_draft_tokens=k, **GREEDY),
+            client.generate(
+                messages=CHAT, stop=[stop, "never"], drafter=drafter, num_draft_tokens=k, **GREEDY
+            ),
             client.stream(messages=CHAT, stop=stop, drafter=drafter, num_draft_tokens=k, **GREEDY).read(),
         ):
             assert result.finish_reason == "stop"
@@ -281,6 +287,15 @@ def test_bad_requests_leave_others_alone(client, endpoint):
 # ---------------------------------------------------------------------- many at once
 
 
+def test_a_prefix_that_was_served_before_is_not_computed_again(client, endpoint):
+    prefix = "A long story. " * 60
+    cold = client.generate(prefix + "One.", **GREEDY)
+    before = endpoint.metric("angelspec_cached_tokens_total")
+    warm = client.generate(prefix + "One.", **GREEDY)
+    wait_until(lambda: endpoint.metric("angelspec_cached_tokens_total") >= before + 160)
+    assert warm.token_ids == cold.token_ids
+
+
 def test_64_streams_at_once_each_get_their_own_text(endpoint):
     prompts = [f"Tell me a fact about the number {i}." for i in range(64)]
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8}
@@ -313,7 +328,10 @@ def test_requests_of_all_kinds_interleaved_with_cancellations_keep_their_texts(c
                 time.sleep(0.05 * (i % 3))
             return True
         drafter = ("none", "ngram", "draft_model")[i % 3]
-        return client.generate(messages=CHAT, drafter=drafter, num_draft_tokens=1 + i % 8, **SAMPLED).token_ids == expected
+        return (
+            client.generate(messages=CHAT, drafter=drafter, num_draft_tokens=1 + i % 8, **SAMPLED).token_ids
+            == expected
+        )
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(work, range(48)))

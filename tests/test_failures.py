@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from angelspec_client import GrpcClient, HttpClient, RequestCancelled, ServerBusy
 from checks import free_ports
 from server import ROOT, ServerOptions, TritonServer

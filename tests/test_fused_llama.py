@@ -10,12 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from angelspec_backend.engine import native
 from angelspec_backend.engine.kv_pool import KVPool
 from angelspec_backend.engine.llama import MODEL_TYPES, FusedLlama, supports
 from families import COMMON, tiny_model
 from traces import Piece, batch_of, random_steps, random_tables, wanted_logits
-from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no g++")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from angelspec_backend.core.config import CONFIG_ENV, ConfigError
 from angelspec_backend.triton.instance import Instance
 

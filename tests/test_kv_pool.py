@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
 
 SPECS = [LayerSpec(num_kv_heads=2, key_dim=6, value_dim=4), LayerSpec(num_kv_heads=1, key_dim=8, value_dim=8)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from checks import CheckError, check_disk, check_platform, check_ports, check_python, check_shm, free_ports
 from serve import parse_arguments
 from server_config import build_config, merge_config, read_config

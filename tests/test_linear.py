@@ -7,9 +7,10 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+
 from angelspec_backend.engine import linear as linear_module
 from angelspec_backend.engine.linear import ROW_RANGES, PackedLinear, find_row_range, fuse
-from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (960, 576), (576, 1536), (199, 40))

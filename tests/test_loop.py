@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from angelspec_backend.core.loop import LocalExecutor, Recovered, ServerStopping, SpeculativeLoop, StepError
+from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import FinishReason, TokenEvent
-from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
 from simulated import SimulatedDrafter, SimulatedTarget, reference_text
 
 
@@ -26,10 +26,12 @@ class Outcome:
 class Harness:
     """A loop over the simulated models, stepped by hand, checked after each step."""
 
-    def __init__(self, config: LoopConfig, error_rate: float = 0.3, executor_type: type = LocalExecutor) -> None:
-        keeps = bool(config.drafters) and config.drafters[0].keeps_drafts
+    def __init__(
+        self, config: LoopConfig, error_rate: float = 0.3, executor_type: type = LocalExecutor
+    ) -> None:
         self.executor = executor_type(
-            SimulatedTarget(config.num_blocks, config.block_size), SimulatedDrafter(keeps, error_rate, 1)
+            SimulatedTarget(config.num_blocks, config.block_size),
+            SimulatedDrafter(config.drafters[0], config.block_size, error_rate, seed=1),
         )
         self.outcomes: dict[int, Outcome] = {}
         self.loop = SpeculativeLoop(self.executor, config, self._on_event)
@@ -59,7 +61,9 @@ class Harness:
         raise AssertionError("the loop makes no progress")
 
 
-def request(prompt: list[int], max_tokens: int = 10, seed: int = 0, drafts: int = 0, **more) -> GenerationRequest:
+def request(
+    prompt: list[int], max_tokens: int = 10, seed: int = 0, drafts: int = 0, **more
+) -> GenerationRequest:
     return GenerationRequest(
         tuple(prompt),
         SamplingParams(seed=seed),
@@ -76,7 +80,7 @@ def config(**more) -> LoopConfig:
         "block_size": 4,
         "max_context": 60,
         "eos_token_ids": frozenset(),
-        "drafters": (DrafterInfo("simulated", True),),
+        "drafters": (DrafterInfo("simulated", True, True),),
         "max_num_seqs": 8,
         "max_batch_tokens": 32,
         "adaptive_drafts": False,
@@ -84,9 +88,20 @@ def config(**more) -> LoopConfig:
     return LoopConfig(**(values | more))
 
 
+drafters = st.sampled_from(
+    [
+        DrafterInfo("by slot", keeps_drafts=False, shares_blocks=False),
+        DrafterInfo("by blocks", keeps_drafts=False, shares_blocks=True),
+        DrafterInfo("by blocks, with its drafts", keeps_drafts=True, shares_blocks=True),
+    ]
+)
+prompts = st.one_of(
+    st.lists(st.integers(0, 49), min_size=1, max_size=40),
+    st.integers(1, 40).map(lambda n: list(range(n))),  # prefixes of each other
+)
 requests = st.builds(
     lambda prompt, count, seed, drafts: request(prompt, min(count, 60 - len(prompt)), seed, drafts),
-    st.lists(st.integers(0, 49), min_size=1, max_size=40),
+    prompts,
     st.integers(1, 20),
     st.integers(0, 2**64 - 1),
     st.integers(0, 8),
@@ -99,18 +114,20 @@ actions = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 20)), min
     actions=actions,
     num_blocks=st.sampled_from([16, 20, 40, 200]),
     max_batch_tokens=st.sampled_from([8, 13, 40]),
-    keeps_drafts=st.booleans(),
+    drafter=drafters,
+    prefix_caching=st.booleans(),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
     adaptive=st.booleans(),
 )
 def test_any_trace_of_arrivals_and_cancellations_gives_every_sequence_its_own_text(
-    actions, num_blocks, max_batch_tokens, keeps_drafts, error_rate, adaptive
+    actions, num_blocks, max_batch_tokens, drafter, prefix_caching, error_rate, adaptive
 ):
     harness = Harness(
         config(
             num_blocks=num_blocks,
             max_batch_tokens=max_batch_tokens,
-            drafters=(DrafterInfo("simulated", keeps_drafts),),
+            drafters=(drafter,),
+            prefix_caching=prefix_caching,
             adaptive_drafts=adaptive,
         ),
         error_rate,
@@ -178,6 +195,32 @@ def test_sequences_are_preempted_when_blocks_run_out_and_still_finish_in_full():
         assert harness.outcomes[i].tokens == reference_text([i] * 8, 0, 40)
 
 
+def test_a_prefix_that_is_still_cached_is_not_computed_again():
+    harness = Harness(config(drafters=(DrafterInfo("simulated", True, True),)))
+    computed = []
+    step = harness.executor.step
+    harness.executor.step = lambda message: computed.append(len(message.token_ids)) or step(message)
+    prompt = list(range(24))  # six blocks
+    texts = [prompt, prompt, [*prompt[:18], 7], [9, *prompt]]
+    for i, text in enumerate(texts):
+        computed.clear()
+        harness.submit(i, request(text, max_tokens=8, seed=i, drafts=3))
+        harness.finish()
+        # The last token is always computed, of a block only the whole counts, and position 0 matters.
+        assert computed[0] == [24, 4, 3, 25][i]
+        assert harness.outcomes[i].tokens == reference_text(text, i, 8)
+    assert harness.loop.scheduler.num_cached_tokens == 20 + 16
+
+
+def test_generated_text_is_found_again_when_it_comes_back_as_a_prompt():
+    harness = Harness(config())
+    harness.submit(0, request([1, 2, 3], max_tokens=30))
+    harness.finish()
+    harness.submit(1, request([1, 2, 3, *harness.outcomes[0].tokens, 5], max_tokens=4))
+    harness.finish()
+    assert harness.loop.scheduler.num_cached_tokens == 32
+
+
 def test_a_full_queue_refuses_at_once_and_takes_requests_again_later():
     harness = Harness(config(max_num_seqs=2, max_queue_size=1))
     assert [harness.submit(i, request([i])) for i in range(4)] == [True, True, True, False]
@@ -218,19 +261,17 @@ class FailingExecutor(LocalExecutor):
         if recovered.target:
             self._target.pool[:] = -1
         if recovered.drafter:
-            self._drafter.context.clear()
+            self._drafter.forget()
         return recovered
 
 
 @settings(max_examples=50, deadline=None)
 @given(
     failures=st.lists(st.builds(Recovered, st.booleans(), st.booleans(), st.booleans()), max_size=6),
-    keeps_drafts=st.booleans(),
+    drafter=drafters,
 )
-def test_streams_go_on_with_the_same_tokens_after_a_model_was_restarted(failures, keeps_drafts):
-    harness = Harness(
-        config(drafters=(DrafterInfo("simulated", keeps_drafts),)), executor_type=FailingExecutor
-    )
+def test_streams_go_on_with_the_same_tokens_after_a_model_was_restarted(failures, drafter):
+    harness = Harness(config(drafters=(drafter,)), executor_type=FailingExecutor)
     harness.executor.failures = failures
     for i in range(5):
         harness.submit(i, request([i] * 5, max_tokens=30, drafts=i))

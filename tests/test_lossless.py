@@ -5,18 +5,20 @@ Every comparison is of all token ids, in bf16 and fp32, greedy and sampled.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+
 from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
+from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import FinishReason, TokenEvent
-from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
-from angelspec_backend.drafters.base import DrafterHost
+from angelspec_backend.drafters.base import DrafterHost, describe
 from angelspec_backend.drafters.draft_model import DraftModelDrafter
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.engine.runner import ModelRunner
@@ -49,7 +51,7 @@ class Engine:
             **BLOCKS,
             "max_context": 512,
             "eos_token_ids": frozenset(),
-            "drafters": tuple(DrafterInfo(each.name, each.keeps_drafts) for each in self.drafters),
+            "drafters": tuple(describe(each) for each in self.drafters),
             "max_num_seqs": 16,
             "max_batch_tokens": 64,
             "adaptive_drafts": False,  # every draft length is to be tried
@@ -87,7 +89,9 @@ def engine(request) -> Engine:
     return Engine(random_runner(dtype, 2), random_runner(dtype, 1), random_runner(dtype, 2))
 
 
-def make_request(prompt: Sequence[int], sampling: SamplingParams, drafter: int = NO_DRAFTER, k: int = 0, n: int = 40):
+def make_request(
+    prompt: Sequence[int], sampling: SamplingParams, drafter: int = NO_DRAFTER, k: int = 0, n: int = 40
+):
     return GenerationRequest(tuple(prompt), sampling, n, drafter=drafter, num_draft_tokens=k, ignore_eos=True)
 
 
@@ -117,6 +121,27 @@ def test_sixteen_requests_of_all_kinds_together_give_the_texts_they_give_alone(e
     ]
     alone = [engine.generate([replace(r, drafter=NO_DRAFTER, num_draft_tokens=0)])[0] for r in requests]
     assert engine.generate(requests) == alone
+
+
+def test_prefixes_found_in_the_cache_change_no_text(engine):
+    prefix = [(3 * i) % 190 for i in range(70)]
+    requests = [
+        make_request([*prefix[: 70 - 9 * (i % 3)], i], replace(sampling, seed=i), drafter, 3)
+        for i, (sampling, drafter) in enumerate(
+            itertools.product(SAMPLING.values(), (NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF))
+        )
+    ]
+    alone = [engine.generate([replace(r, drafter=NO_DRAFTER, num_draft_tokens=0)])[0] for r in requests]
+    tokens: list[list[int]] = [[] for _ in requests]
+    loop = engine.loop(lambda event: tokens[event.request_id].extend(event.token_ids), max_num_seqs=3)
+    for i, request in enumerate(requests):
+        loop.submit(i, request)
+    while loop.num_live:
+        loop._receive()
+        loop.step()
+        loop.scheduler.check_integrity()
+    assert loop.scheduler.num_cached_tokens > 500
+    assert tokens == alone
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,7 +198,10 @@ def real(target_dir) -> Engine:
 
 @pytest.mark.parametrize("sampling", [SAMPLING["greedy"], SAMPLING["hot, top-p"]], ids=["greedy", "sampled"])
 def test_the_default_target_in_bf16_keeps_the_promise_alone_and_in_a_batch(real, tokenizer, sampling):
-    prompts = [tokenizer(text).input_ids for text in ("Count: one two three one two", "Once upon a time", "def f(x):")]
+    prompts = [
+        tokenizer(text).input_ids
+        for text in ("Count: one two three one two", "Once upon a time", "def f(x):")
+    ]
     base = [make_request(prompt, replace(sampling, seed=i), n=32) for i, prompt in enumerate(prompts)]
     plain = [real.generate([request])[0] for request in base]
     for k in (1, 3, 8):
@@ -186,7 +214,9 @@ def test_greedy_decoding_in_fp32_equals_transformers_generate(target_dir, tokeni
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-    prompts = [tokenizer(text).input_ids for text in ("The three primary colours are", "import numpy as np\n")]
+    prompts = [
+        tokenizer(text).input_ids for text in ("The three primary colours are", "import numpy as np\n")
+    ]
     expected = []
     for prompt in prompts:
         output = model.generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False, eos_token_id=-1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
 from angelspec_backend.core.config import EngineConfig
 from angelspec_backend.core.fields import INPUT_TYPES, LIST_FIELDS
 from angelspec_backend.triton import codec
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 MODELS = ("angelspec", "speculate", "drafter", "target")

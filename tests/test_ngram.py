@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from angelspec_backend.core.messages import ROW, split_rows
-from angelspec_backend.drafters.ngram import NgramDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from angelspec_backend.core.messages import ROW, split_rows
+from angelspec_backend.drafters.ngram import NgramDrafter
 
 NUM_SLOTS = 3
 

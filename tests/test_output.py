@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def request(**more) -> GenerationRequest:
 
 def groups_of(data: bytes, cuts: list[int]) -> list[tuple[int, ...]]:
     bounds = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [tuple(data[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(data[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=30))
@@ -72,7 +74,9 @@ def test_nothing_from_the_first_stop_string_on_is_shown(text, stop, cuts):
     cuts=st.lists(st.integers(0, 200), max_size=20),
     streaming=st.booleans(),
 )
-def test_a_stop_string_gives_the_same_text_and_tokens_however_many_come_in_a_step(text, stop, cuts, streaming):
+def test_a_stop_string_gives_the_same_text_and_tokens_however_many_come_in_a_step(
+    text, stop, cuts, streaming
+):
     def run(groups):
         stream, chunks = OutputStream(request(stop=(stop,), stream=streaming), decode_bytes), []
         for i, group in enumerate(groups):

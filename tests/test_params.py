@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from angelspec_backend.core.config import EngineConfig
 from angelspec_backend.core.fields import INPUT_TYPES, InvalidRequest
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, RequestLimits, parse_request
 from angelspec_backend.core.prompt import MAX_CHARACTERS_PER_TOKEN
-from hypothesis import given
-from hypothesis import strategies as st
 
 LIMITS = RequestLimits(
     max_context=100,

@@ -3,11 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from angelspec_backend.core.messages import ROW
-from angelspec_backend.engine import sampler
-from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys, uniform
-from angelspec_backend.engine.sampler import SamplingRows, sample
-from angelspec_backend.engine.sampling_rule import kept_tokens, sample_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -18,6 +13,12 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from angelspec_backend.core.messages import ROW
+from angelspec_backend.engine import sampler
+from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys, uniform
+from angelspec_backend.engine.sampler import SamplingRows, sample
+from angelspec_backend.engine.sampling_rule import kept_tokens, sample_row
 
 PARAMETERS = [
     {"temperature": 1.0},

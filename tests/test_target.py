@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, split_rows
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from families import COMMON, tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 VOCAB, BLOCK_SIZE, BLOCKS_PER_ROW, MAX_ROWS = COMMON["vocab_size"], 4, 8, 6
 NUM_BLOCKS = 1 + MAX_ROWS * BLOCKS_PER_ROW

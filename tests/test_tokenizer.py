@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from angelspec_backend.core.config import ConfigError
 from angelspec_backend.core.fields import InvalidRequest
 from angelspec_backend.triton.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture

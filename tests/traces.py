@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+
 from angelspec_backend.core.messages import ROW, DraftOutput
 from angelspec_backend.engine.batch import PackedBatch, pack
 

@@ -1,15 +1,24 @@
-"""KV blocks: who owns which.  Target and drafter share the ids; each has its own pool behind them."""
+"""KV blocks: who uses which, and which hold a prefix that another sequence can use as well.
+
+Target and drafter share the block ids; each has its own pool behind them.  A full block of committed tokens
+is never written again, so it can serve every sequence that begins with the same tokens.  Such blocks stay
+findable after their last user has gone, until they are needed for something else, least recently used first.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 NULL_BLOCK = 0
 """Padding tokens write here; it is never handed out."""
+
+ROOT = 0
+"""The node of the empty prefix."""
 
 
 class BlockTable:
@@ -18,6 +27,7 @@ class BlockTable:
     def __init__(self, max_blocks: int) -> None:
         self._ids = np.zeros(max_blocks, np.int32)
         self._len = 0
+        self.nodes: list[int] = [ROOT]  # prefixes whose tokens are published: after 0, 1, 2 … blocks
 
     def __len__(self) -> int:
         return self._len
@@ -35,19 +45,34 @@ class BlockTable:
     def clear(self) -> None:
         """Forget all blocks."""
         self._len = 0
+        self.nodes = [ROOT]
+
+
+@dataclass(frozen=True)
+class CachedBlock:
+    """A full block that can be found by its tokens and all tokens before them."""
+
+    block: int
+    node: int  # names the prefix that ends with this block; never used again for another one
+    key: tuple[int, tuple[int, ...]]  # the node of the prefix before it, and its tokens
+    drafters: set[int] = field(default_factory=set)  # those that have seen the tokens too
 
 
 class BlockManager:
-    """Hands out the blocks 1 .. num_blocks - 1, oldest free one first."""
+    """Hands out the blocks 1 .. num_blocks - 1 and finds cached prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(1, num_blocks))
+        self._users = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to go first
+        self._by_key: dict[tuple[int, tuple[int, ...]], CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._last_node = ROOT
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody owns."""
+        """Blocks that no sequence uses, cached ones included."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -60,16 +85,89 @@ class BlockManager:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            table.append(self._free.popleft())
+            block, _unused = self._free.popitem(last=False)
+            self._uncache(block)
+            self._users[block] = 1
+            table.append(block)
         return True
 
     def release(self, table: BlockTable) -> None:
-        """Take back all blocks of a table."""
-        self._free.extend(table.ids.tolist())
+        """Give up all blocks of a table; the end of a prefix is needed again later than its beginning."""
+        for block in reversed(table.ids.tolist()):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free[block] = None
+                if block not in self._by_block:
+                    self._free.move_to_end(block, last=False)
         table.clear()
 
+    # ------------------------------------------------------------------ shared prefixes
+
+    def match(self, token_ids: Sequence[int]) -> list[CachedBlock]:
+        """The longest cached prefix, short of the last token, which has to be computed for its logits."""
+        found: list[CachedBlock] = []
+        node = ROOT
+        for begin in range(0, len(token_ids) - self.block_size, self.block_size):
+            cached = self._by_key.get((node, tuple(token_ids[begin : begin + self.block_size])))
+            if cached is None:
+                break
+            found.append(cached)
+            node = cached.node
+        return found
+
+    def start(self, table: BlockTable, prefix: Sequence[CachedBlock], num_tokens: int) -> bool:
+        """Begin an empty table with a cached prefix; False, changing nothing, if num_tokens would not fit."""
+        idle = sum(self._users[cached.block] == 0 for cached in prefix)
+        if self.blocks_for(num_tokens) - len(prefix) > self.num_free - idle:
+            return False
+        for cached in prefix:
+            self._users[cached.block] += 1
+            self._free.pop(cached.block, None)
+            table.append(cached.block)
+            table.nodes.append(cached.node)
+        return True
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make the full blocks among the computed, committed tokens findable for others."""
+        size = self.block_size
+        for index in range(len(table.nodes) - 1, num_computed // size):
+            key = (table.nodes[-1], tuple(token_ids[index * size : (index + 1) * size]))
+            cached = self._by_key.get(key)
+            if cached is None:  # else another sequence was first, and this block stays private
+                self._last_node += 1
+                cached = CachedBlock(int(table.ids[index]), self._last_node, key)
+                self._by_key[key] = self._by_block[cached.block] = cached
+            table.nodes.append(cached.node)
+
+    def mark_fed(self, table: BlockTable, drafter: int, begin: int, end: int) -> None:
+        """Note that a drafter has seen the tokens of positions begin <= p < end, and all before them."""
+        for block in table.ids[begin // self.block_size : end // self.block_size].tolist():
+            if cached := self._by_block.get(block):
+                cached.drafters.add(drafter)
+
+    def forget(self) -> None:
+        """The target has lost its KV: nothing is cached any more."""
+        self._by_key.clear()
+        self._by_block.clear()
+
+    def forget_drafters(self) -> None:
+        """The drafters have lost their contexts."""
+        for cached in self._by_block.values():
+            cached.drafters.clear()
+
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Every block but the null block is either free or in exactly one of all live tables."""
+        """Every block has as many users as tables hold it, and is free if nobody does."""
         owned = [block for table in tables for block in table.ids.tolist()]
-        everything = sorted([*owned, *self._free])
-        assert everything == list(range(1, self.num_blocks)), "a block is lost, owned twice, or the null block"
+        users = np.bincount(owned, minlength=self.num_blocks).tolist() if owned else [0] * self.num_blocks
+        assert users == self._users, "a block's users are counted wrong"
+        idle = {block for block in range(1, self.num_blocks) if users[block] == 0}
+        assert set(self._free) == idle, "a block is lost, or free and in use"
+        assert users[NULL_BLOCK] == 0, "the null block was handed out"
+        assert {c.block for c in self._by_key.values()} == set(self._by_block), (
+            "the two views of the cache differ"
+        )
+        assert all(cached.block == block for block, cached in self._by_block.items())
+
+    def _uncache(self, block: int) -> None:
+        if cached := self._by_block.pop(block, None):
+            del self._by_key[cached.key]

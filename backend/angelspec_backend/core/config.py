@@ -30,7 +30,9 @@ class EngineConfig(BaseModel):
     # The models
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    draft_model: str = Field("", description="id or folder of the small causal LM behind drafter 'draft_model'")
+    draft_model: str = Field(
+        "", description="id or folder of the small causal LM behind drafter 'draft_model'"
+    )
     drafters: str = Field("ngram", description="comma-separated names of the drafters to load")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest suffix the n-gram drafter looks up")
     ngram_max: int = Field(4, ge=1, le=16, description="longest suffix the n-gram drafter looks up")
@@ -41,6 +43,7 @@ class EngineConfig(BaseModel):
     max_context: int = Field(0, ge=0, description="longest prompt + output; 0: what the target supports")
 
     # Scheduling
+    prefix_caching: bool = Field(True, description="keep KV blocks of finished requests for equal prefixes")
     max_num_seqs: int = Field(64, ge=1, le=1024, description="sequences computed at a time")
     max_batch_tokens: int = Field(512, ge=2, le=1 << 16, description="known tokens computed in a step")
     max_queue_size: int = Field(256, ge=0, le=1 << 20, description="requests waiting beyond the running ones")
@@ -71,7 +74,9 @@ class EngineConfig(BaseModel):
         if len(set(self.drafter_names)) != len(self.drafter_names):
             raise ValueError(f"drafters: '{self.drafters}' names a drafter twice")
         if "draft_model" in self.drafter_names and not self.draft_model:
-            raise ValueError("drafters: 'draft_model' needs draft_model, the id or folder of a small causal LM")
+            raise ValueError(
+                "drafters: 'draft_model' needs draft_model, the id or folder of a small causal LM"
+            )
         if self.drafter != "none" and self.drafter not in self.drafter_names:
             allowed = ", ".join(("none", *self.drafter_names))
             raise ValueError(f"drafter: '{self.drafter}' is not loaded; allowed: {allowed}")
@@ -107,7 +112,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{CONFIG_ENV}: {path} must hold 'key: value' lines, not a {type(content).__name__}")
+        raise ConfigError(
+            f"{CONFIG_ENV}: {path} must hold 'key: value' lines, not a {type(content).__name__}"
+        )
     return content
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import DraftOutput, StepInput, StepOutput
 from angelspec_backend.core.params import GenerationRequest
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
-from angelspec_backend.core.scheduler import LoopConfig, Scheduler
+from angelspec_backend.core.scheduler import Scheduler
+from angelspec_backend.core.step import build_step
 
 MAX_RECOVERIES = 3
 """Recoveries without one good step between them before the live requests are given up."""
@@ -158,7 +160,7 @@ class SpeculativeLoop:
         rows = self.scheduler.schedule()
         if not rows:
             return
-        step = self.scheduler.build(rows)
+        step = build_step(rows)
         begin = time.perf_counter()
         try:
             output = self._executor.step(step)

@@ -7,65 +7,19 @@ the drafts behind it.  A rejected draft is a subtraction, preemption sets ``num_
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from angelspec_backend.core.block_manager import BlockManager, BlockTable
 from angelspec_backend.core.draft_policy import DraftPolicy
-from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput, StepOutput, split_rows
+from angelspec_backend.core.loop_config import LoopConfig
+from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
-
-
-@dataclass(frozen=True)
-class DrafterInfo:
-    """What the loop must know of a drafter."""
-
-    name: str
-    keeps_drafts: bool  # its context already holds the drafts it proposed, all but the last
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """Limits of the loop, put together from the configuration and what the models say of themselves."""
-
-    num_blocks: int
-    block_size: int
-    max_context: int
-    eos_token_ids: frozenset[int]
-    drafters: tuple[DrafterInfo, ...] = ()
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 512
-    max_queue_size: int = 256
-    adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
-
-    def __post_init__(self) -> None:
-        pool = (self.num_blocks - 1) * self.block_size
-        if self.max_context > pool:
-            raise ValueError(f"max_context {self.max_context} exceeds the KV pool's {pool} tokens")
-        if self.max_batch_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_batch_tokens {self.max_batch_tokens} is below max_num_seqs {self.max_num_seqs}: "
-                "a step could not give every sequence a token"
-            )
-
-
-@dataclass(frozen=True)
-class ScheduledRow:
-    """One sequence's share of a step, in tokens."""
-
-    seq: Sequence
-    num_tokens: int  # known tokens for the target
-    num_feed: int  # known tokens for the drafter
-    num_draft_tokens: int  # drafts wanted
-
-    @property
-    def samples(self) -> bool:
-        """Whether the row reaches its newest token, so that the next one can be sampled."""
-        return self.num_tokens == self.seq.num_uncomputed
+from angelspec_backend.core.step import ScheduledRow
 
 
 class Scheduler:
@@ -77,6 +31,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # known tokens that did not have to be computed
         self._policy = DraftPolicy(len(config.drafters))
         self._budget = self._feed_budget = 0  # tokens left in the step being planned
         self._blocks = BlockManager(config.num_blocks, config.block_size)
@@ -107,11 +62,13 @@ class Scheduler:
 
     def forget_target(self) -> None:
         """The target lost its KV: every running sequence is computed again from its tokens."""
+        self._blocks.forget()
         for seq in list(reversed(self.running)):
             self._preempt(seq)
 
     def forget_drafter(self) -> None:
         """The drafter lost its context: it is fed again from the start."""
+        self._blocks.forget_drafters()
         for seq in self.running:
             seq.num_fed = 0
 
@@ -142,39 +99,6 @@ class Scheduler:
                 rows.append(row)
         return rows
 
-    def build(self, rows: list[ScheduledRow]) -> StepInput:
-        """The message of a step."""
-        records, token_ids, feed = [], [], []
-        for row in rows:
-            seq, sampling = row.seq, row.seq.request.sampling
-            token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
-            feed += seq.token_ids[seq.num_fed : seq.num_fed + row.num_feed]
-            records.append(
-                (
-                    seq.slot,
-                    seq.num_computed,
-                    row.num_tokens,
-                    int(row.samples),
-                    seq.drafter if row.num_feed else NO_DRAFTER,
-                    seq.num_fed,
-                    row.num_feed,
-                    row.num_draft_tokens,
-                    len(seq.table),
-                    sampling.top_k,
-                    sampling.temperature,
-                    sampling.top_p,
-                    sampling.min_p,
-                    0,
-                    sampling.seed,
-                )
-            )
-        return StepInput(
-            rows=np.array(records, ROW),
-            token_ids=np.array(token_ids, np.int32),
-            feed_token_ids=np.array(feed, np.int32),
-            block_table=np.concatenate([row.seq.table.ids for row in rows]),
-        )
-
     def apply(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> list[TokenEvent]:
         """Take over what the target sampled in a step of so many seconds; sequences that ended leave."""
         events = []
@@ -184,18 +108,15 @@ class Scheduler:
             rows, split_rows(output.token_ids, output.lens), output.draft_lens.tolist(), strict=True
         ):
             seq, accepted = row.seq, max(len(new) - 1, 0)
-            seq.num_computed += row.num_tokens + accepted
-            seq.num_fed += row.num_feed
-            if row.num_feed and drafted and self.config.drafters[seq.drafter].keeps_drafts:
-                seq.num_fed += min(accepted, drafted - 1)
             if drafted:
                 seq.num_draft_tokens += drafted
                 self._policy.observe_draft(seq.drafter, seq.acceptance, drafted, accepted)
-            if not len(new):
-                continue
             before = len(seq.token_ids)
             reason = seq.append(new.tolist(), self.config.eos_token_ids)
+            self._advance(row, accepted, drafted)
             emitted = seq.token_ids[before:]
+            if not emitted:
+                continue
             # Every verify counts as (accepted, one more), also one that the end of the request cut.
             seq.num_accepted_tokens += len(emitted) - 1
             events.append(seq.event(emitted, reason))
@@ -217,7 +138,9 @@ class Scheduler:
         slots = sorted([*self._slots, *(seq.slot for seq in self.running if seq.slot is not None)])
         assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or used twice"
         for seq in self.waiting:
-            assert seq.slot is None and len(seq.table) == 0 and seq.num_computed == 0, "waiting, yet holding"
+            assert (seq.slot, len(seq.table), seq.num_computed) == (None, 0, 0), (
+                "waiting, yet holding something"
+            )
         for seq in self.running:
             assert 0 <= seq.num_computed < len(seq.token_ids), "nothing left to compute"
             assert 0 <= seq.num_fed <= len(seq.token_ids), "the drafter saw tokens that are not committed"
@@ -236,7 +159,10 @@ class Scheduler:
         ]
         if not self.config.adaptive_drafts or not any(limits):
             return limits
-        rates = [self._policy.rate(seq.drafter, seq.acceptance) if k else 0.0 for seq, k in zip(decoding, limits)]
+        rates = [
+            self._policy.rate(seq.drafter, seq.acceptance) if k else 0.0
+            for seq, k in zip(decoding, limits, strict=True)
+        ]
         return self._policy.choose(np.array(rates), np.array(limits), len(decoding)).tolist()
 
     def _plan(
@@ -264,12 +190,33 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """Start the first waiting sequence if a slot is free and its known tokens fit beside the others."""
-        if not self._slots or self._blocks.blocks_for(len(seq.token_ids) + 1) > self._blocks.num_free:
+        prefix = self._blocks.match(seq.token_ids) if self.config.prefix_caching else []
+        if not self._slots or not self._blocks.start(seq.table, prefix, len(seq.token_ids) + 1):
             return False
         self.waiting.popleft()
         seq.slot = self._slots.pop()
         self.running.append(seq)
+        seq.num_computed = len(prefix) * self.config.block_size
+        self.num_cached_tokens += seq.num_computed
+        if seq.drafter != NO_DRAFTER and self.config.drafters[seq.drafter].shares_blocks:
+            fed = itertools.takewhile(lambda cached: seq.drafter in cached.drafters, prefix)
+            seq.num_fed = sum(1 for _ in fed) * self.config.block_size
         return True
+
+    def _advance(self, row: ScheduledRow, accepted: int, drafted: int) -> None:
+        """Move what is computed and fed past a row; full blocks become findable for others."""
+        seq, fed_before = row.seq, row.seq.num_fed
+        seq.num_computed += row.num_tokens + accepted
+        seq.num_fed += row.num_feed
+        if drafted and self.config.drafters[seq.drafter].keeps_drafts:
+            seq.num_fed += min(accepted, drafted - 1)
+        if self.config.prefix_caching:
+            # The end of a request may cut off tokens that were accepted.
+            self._blocks.publish(seq.table, seq.token_ids, min(seq.num_computed, len(seq.token_ids)))
+            if row.num_feed and self.config.drafters[seq.drafter].shares_blocks:
+                self._blocks.mark_fed(
+                    seq.table, seq.drafter, fed_before, min(seq.num_fed, len(seq.token_ids))
+                )
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1

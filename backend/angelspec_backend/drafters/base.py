@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, DraftOutput, StepInput
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ class Drafter(Protocol):
         """Whether its context holds the drafts it proposed, all but the last, as if they had been fed."""
         ...
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether its context lies in the KV blocks, so that a new sequence may begin at num_fed > 0."""
+        ...
+
     def propose(
         self,
         rows: NDArray[np.void],
@@ -43,6 +49,11 @@ class Drafter(Protocol):
         block_table: [sum(num_blocks)].
         """
         ...
+
+
+def describe(drafter: Drafter) -> DrafterInfo:
+    """What the loop must know of a drafter."""
+    return DrafterInfo(drafter.name, drafter.keeps_drafts, drafter.shares_blocks)
 
 
 class DrafterHost:

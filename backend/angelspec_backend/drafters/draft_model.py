@@ -30,6 +30,7 @@ class DraftModelDrafter:
     runner: ModelRunner
     name: str = "draft_model"
     keeps_drafts: bool = True
+    shares_blocks: bool = True
 
     def propose(
         self,

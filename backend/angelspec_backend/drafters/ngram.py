@@ -63,6 +63,7 @@ class NgramDrafter:
 
     name = "ngram"
     keeps_drafts = False
+    shares_blocks = False
 
     def __init__(self, min_n: int, max_n: int, max_num_seqs: int) -> None:
         """min_n, max_n: shortest and longest suffix to look up, in tokens."""

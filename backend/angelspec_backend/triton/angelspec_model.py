@@ -18,8 +18,8 @@ from typing import Any
 from angelspec_backend.core.config import ConfigError, EngineConfig
 from angelspec_backend.core.fields import InvalidRequest
 from angelspec_backend.core.loop import SpeculativeLoop, StepError
+from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
 from angelspec_backend.core.params import RequestLimits, parse_request
-from angelspec_backend.core.scheduler import DrafterInfo, LoopConfig
 from angelspec_backend.triton import bridge
 from angelspec_backend.triton.bls import BlsExecutor
 from angelspec_backend.triton.codec import TargetInfo
@@ -161,6 +161,7 @@ def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[Drafte
         max_batch_tokens=config.max_batch_tokens,
         max_queue_size=config.max_queue_size,
         adaptive_drafts=config.adaptive_drafts,
+        prefix_caching=config.prefix_caching,
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOutput
-from angelspec_backend.core.scheduler import DrafterInfo
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -23,6 +24,7 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests",
     "output_tokens": "Generated tokens",
+    "cached_tokens": "Known tokens of starting sequences that were found in the prefix cache",
     "preemptions": "Sequences put back to waiting because KV blocks ran out",
     "spec_decode_num_drafts": "Verifications of at least one draft token",
     "spec_decode_num_draft_tokens": "Draft tokens verified",
@@ -60,7 +62,7 @@ class ServingMetrics:
         finished = self._family("requests_total", "Requests by how they ended", kinds.COUNTER)
         self._finished = {reason: finished.Metric(labels={"reason": reason}) for reason in REASONS}
         self._pending: Counter[str] = Counter()
-        self._preemptions = 0  # already published
+        self._published: Counter[str] = Counter()  # of the totals kept elsewhere
         self._published_at = 0.0
         self._busy = True  # publishes zeros at the start
 
@@ -76,17 +78,18 @@ class ServingMetrics:
         """Count a request that ended."""
         self._finished[reason].increment(1)
 
-    def publish(self, running: int, waiting: int, preemptions: int) -> None:
+    def publish(self, running: int, waiting: int, totals: Mapping[str, int]) -> None:
         """Hand what was counted to the server, at once when it becomes busy or idle, else now and then.
 
-        running, waiting: requests now; preemptions: since the start.
+        running, waiting: requests now; totals: counters kept elsewhere, since the start.
         """
         now, busy = time.monotonic(), running + waiting > 0
         if busy == self._busy and now - self._published_at < PUBLISH_INTERVAL:
             return
         self._published_at, self._busy = now, busy
-        self._pending["preemptions"] = preemptions - self._preemptions
-        self._preemptions = preemptions
+        for name, total in totals.items():
+            self._pending[name] = total - self._published[name]
+            self._published[name] = total
         for name, amount in self._pending.items():
             if amount:
                 self._counters[name].increment(amount)

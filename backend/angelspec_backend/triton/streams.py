@@ -86,7 +86,11 @@ class Streams:
             num_running = len(loop.scheduler.running)
             # What is not running waits, also what the loop has not taken in yet.
             num_waiting = max(len(self._live) - num_running, 0)
-            self._metrics.publish(num_running, num_waiting, loop.scheduler.num_preemptions)
+            totals = {
+                "preemptions": loop.scheduler.num_preemptions,
+                "cached_tokens": loop.scheduler.num_cached_tokens,
+            }
+            self._metrics.publish(num_running, num_waiting, totals)
         for request_id in list(self._live):
             self._finish(request_id, Chunk("", (), FinishReason.SHUTDOWN))
 
