@@ -1,11 +1,12 @@
-"""How many draft tokens to verify in a step: as many as make tokens come faster, and no more.
+"""How many draft tokens to verify in a step: as many as make requests faster, and no more.
 
 Verifying a draft costs time and gives a token only if the draft is right.  Where the machine waits for
 memory drafts are nearly free, where it is busy computing they are not, so the number must follow the batch.
-Each step maximises expected tokens per second, over the whole batch: drafts are taken in falling order of
-the chance that they are reached and right, up to the best ratio of tokens to time (compare D-Cut, arXiv
-2607.14647, and the scheduler of DSpark, arXiv 2607.05147).  Times are those of earlier steps.  No choice
-made here can change a text, since the target samples every token itself.
+Each step maximises the mean speed of its requests (the geometric mean: a row that gains nothing must not pay
+for one that gains much): drafts are taken in falling order of what they are likely to give their row, up to
+the best ratio of gain to time (compare D-Cut, arXiv 2607.14647, and the scheduler of DSpark, arXiv
+2607.05147).  Times are those of earlier steps.  No choice made here can change a text, since the target
+samples every token itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ PROBE_INTERVAL = 48
 """Steps after which every row tries a draft all the same: its text may have become easy."""
 SMOOTHING = 0.25
 """Weight of a new measurement."""
+MIN_GAIN = 0.02
+"""Relative gain below which drafts are left out: what they cost beside the step's time is not measured."""
 
 
 @dataclass
@@ -86,24 +89,25 @@ class DraftPolicy:
         """A sequence's chance per draft token: its own record, led by that of all others at first."""
         return own.rate(prior=self._overall[drafter].rate(prior=0.5))
 
-    def choose(
-        self, rates: NDArray[np.float64], limits: NDArray[np.int64], num_tokens: int
-    ) -> NDArray[np.int64]:
-        """Draft lengths that maximise expected tokens per second.
+    def choose(self, rates: NDArray[np.float64], limits: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draft lengths that maximise the expected mean speed of the rows.
 
         rates: [num_rows] chance per draft token; limits: [num_rows] longest draft allowed, 0 for a row that
-        is not to draft; num_tokens: decoded without drafts in this step.  Returns [num_rows].
+        is not to draft; every row decodes one token anyway.  Returns [num_rows].
         """
-        longest = int(limits.max(initial=0))
+        num_rows, longest = len(limits), int(limits.max(initial=0))
         if longest == 0:
             return np.zeros_like(limits)
-        position = np.arange(1, longest + 1)
-        survival = np.where(position <= limits[:, None], rates[:, None] ** position, -1.0)
-        order = np.argsort(-survival, axis=None, kind="stable")[: int(limits.sum())]
-        tokens = num_tokens + np.concatenate([[0.0], np.cumsum(survival.flat[order])])
-        seconds = self._times.predict(num_tokens + np.arange(len(tokens)))
-        best = int(np.argmax(tokens / seconds))
-        lengths = np.bincount(order[:best] // longest, minlength=len(limits))
+        expected = np.cumsum(rates[:, None] ** np.arange(longest + 1), axis=1)  # tokens for each draft length
+        gains = np.diff(np.log(expected), axis=1)  # [num_rows, longest], falling along a row
+        gains[np.arange(longest) >= limits[:, None]] = -1.0
+        order = np.argsort(-gains, axis=None, kind="stable")[: int(limits.sum())]
+        total = np.concatenate([[0.0], np.cumsum(gains.flat[order])]) / num_rows
+        speed = total - np.log(self._times.predict(num_rows + np.arange(len(total))))
+        best = int(np.argmax(speed))
+        if speed[best] < speed[0] + MIN_GAIN:
+            best = 0
+        lengths = np.bincount(order[:best] // longest, minlength=num_rows)
         # All at once, since on some machines the first draft makes the whole step dearer.
         self._num_steps += 1
         probing = self._num_steps % PROBE_INTERVAL == 0

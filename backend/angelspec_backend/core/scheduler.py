@@ -163,7 +163,7 @@ class Scheduler:
             self._policy.rate(seq.drafter, seq.acceptance) if k else 0.0
             for seq, k in zip(decoding, limits, strict=True)
         ]
-        return self._policy.choose(np.array(rates), np.array(limits), len(decoding)).tolist()
+        return self._policy.choose(np.array(rates), np.array(limits)).tolist()
 
     def _plan(
         self, seq: Sequence, budget: int, rows: list[ScheduledRow], drafts: int = 0
