@@ -104,7 +104,8 @@ class SimulatedDrafter:
                 context += draft[:-1]
             self.context[int(row["slot"])] = context
             for index, block in enumerate(table.tolist()):
-                self.blocks[block] = context[index * self.block_size : (index + 1) * self.block_size]
+                written = context[index * self.block_size : (index + 1) * self.block_size]
+                self.blocks[block] = written + self.blocks.get(block, [])[len(written) :]
             flat += draft
             lens.append(len(draft))
         return DraftOutput(np.array(flat, np.int32), np.array(lens, np.int32))

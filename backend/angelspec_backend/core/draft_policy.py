@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 BUCKETS_PER_OCTAVE = 4
 MAX_AGE = 1024
 """Steps after which a measured time counts no more, so that one bad measurement is not believed for ever."""
-PROBE_INTERVAL = 48
+PROBE_INTERVAL = 128
 """Steps after which every row tries a draft all the same: its text may have become easy."""
 SMOOTHING = 0.25
 """Weight of a new measurement."""

@@ -81,7 +81,7 @@ class Scheduler:
         """
         rows: list[ScheduledRow] = []
         self._budget = self.config.max_batch_tokens
-        # A drafter that lost its context catches up in pieces, not in one endless step.
+        # A drafter that is far behind catches up in pieces, not in one endless step.
         self._feed_budget = self.config.max_batch_tokens + self.config.max_num_seqs
         decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
         prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
@@ -171,10 +171,9 @@ class Scheduler:
         """A row for a running sequence, with its blocks; None when it was preempted itself."""
         num_tokens = min(seq.num_uncomputed, budget)
         known = seq.num_computed + num_tokens
-        num_feed = 0
-        if self.drafting and seq.drafter != NO_DRAFTER:
-            num_feed = max(0, min(known - seq.num_fed, self._feed_budget))
-        caught_up = num_feed > 0 and seq.num_fed + num_feed == len(seq.token_ids)
+        # A drafter sees tokens when it is to draft, not before: a step without drafts costs it nothing.
+        num_feed = min(known - seq.num_fed, self._feed_budget) if drafts else 0
+        caught_up = seq.num_fed + num_feed == len(seq.token_ids)
         drafts = min(drafts, budget - num_tokens) if caught_up else 0
         if drafts and not self._blocks.grow(seq.table, known + drafts):
             drafts = 0
