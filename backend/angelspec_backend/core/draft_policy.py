@@ -2,16 +2,16 @@
 
 Verifying a draft costs time and gives a token only if the draft is right.  Where the machine waits for
 memory drafts are nearly free, where it is busy computing they are not, so the number must follow the batch.
-Each step maximises the mean speed of its requests (the geometric mean: a row that gains nothing must not pay
-for one that gains much): drafts are taken in falling order of what they are likely to give their row, up to
-the best ratio of gain to time (compare D-Cut, arXiv 2607.14647, and the scheduler of DSpark, arXiv
-2607.05147).  Times are those of earlier steps.  No choice made here can change a text, since the target
-samples every token itself.
+Each step minimises the expected time per token, averaged over its rows, so that a row that gains nothing
+does not pay for one that gains much: drafts are taken in falling order of what they are likely to save their
+row, up to the least mean (compare D-Cut, arXiv 2607.14647, and the scheduler of DSpark, arXiv 2607.05147).
+Times are those of earlier steps.  No choice made here can change a text, since the target samples every
+token itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,28 +21,44 @@ MAX_AGE = 1024
 """Steps after which a measured time counts no more, so that one bad measurement is not believed for ever."""
 PROBE_INTERVAL = 128
 """Steps after which every row tries a draft all the same: its text may have become easy."""
-SMOOTHING = 0.25
-"""Weight of a new measurement."""
-MIN_GAIN = 0.02
-"""Relative gain below which drafts are left out: what they cost beside the step's time is not measured."""
+FASTER, SLOWER = 0.3, 0.1
+"""Weights of a new time below and above what was known: a disturbance only ever makes a step longer."""
 
 
 @dataclass
-class Acceptance:
-    """How often a draft token was right when all before it were: counts that fade."""
+class Share:
+    """How often something came true: counts that fade."""
 
     fading: float  # factor per observation
-    accepted: float = 0.0
-    tried: float = 0.0
+    hits: float = 0.0
+    tries: float = 0.0
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Take in a verified draft; tokens behind the first wrong one were not put to the test."""
-        self.accepted = self.accepted * self.fading + num_accepted
-        self.tried = self.tried * self.fading + min(num_accepted + 1, num_drafted)
+    def observe(self, hits: int, tries: int) -> None:
+        """Take in some tries."""
+        self.hits = self.hits * self.fading + hits
+        self.tries = self.tries * self.fading + tries
 
-    def rate(self, prior: float, weight: float = 1.0) -> float:
-        """The estimated chance, starting from a prior that counts as ``weight`` observations."""
-        return (self.accepted + prior * weight) / (self.tried + weight)
+    def estimate(self, prior: float, weight: float = 1.0) -> float:
+        """The chance, starting from a prior that counts as ``weight`` tries."""
+        return (self.hits + prior * weight) / (self.tries + weight)
+
+
+@dataclass
+class Record:
+    """How the drafts of one sequence, or of all sequences with one drafter, fared."""
+
+    fading: float
+    right: Share = field(init=False)  # draft tokens that were right when all before them were
+    found: Share = field(init=False)  # wanted draft tokens that the drafter came up with
+
+    def __post_init__(self) -> None:
+        self.right, self.found = Share(self.fading), Share(self.fading)
+
+    def observe(self, num_wanted: int, num_drafted: int, num_accepted: int) -> None:
+        """Take in a draft; tokens behind the first wrong one were not put to the test."""
+        self.found.observe(num_drafted, num_wanted)
+        if num_drafted:
+            self.right.observe(num_accepted, min(num_accepted + 1, num_drafted))
 
 
 class StepTimes:
@@ -59,12 +75,11 @@ class StepTimes:
         tokens, mean, seen = self._buckets.get(bucket, (float(num_tokens), seconds, self._step))
         if self._step - seen > MAX_AGE:
             tokens, mean = float(num_tokens), seconds
-        seconds = min(seconds, 3 * mean)  # a pause of the machine says nothing of the step
-        mean += SMOOTHING * (seconds - mean)
-        tokens += SMOOTHING * (num_tokens - tokens)
+        mean += (FASTER if seconds < mean else SLOWER) * (min(seconds, 2 * mean) - mean)
+        tokens += FASTER * (num_tokens - tokens)
         self._buckets[bucket] = (tokens, mean, self._step)
 
-    def predict(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def predict(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds for steps of so many tokens, [n] -> [n], never falling.
 
         Hopeful where nothing is known, so that it is tried and then known: tokens beyond the largest step
@@ -74,7 +89,8 @@ class StepTimes:
         if not known:
             return np.ones(len(num_tokens))
         tokens, seconds = np.array([(0.0, 0.0), *sorted(known)]).T
-        return np.interp(num_tokens, tokens, np.maximum.accumulate(seconds))
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # slower than a larger step: disturbed
+        return np.interp(num_tokens, tokens, seconds)
 
 
 class DraftPolicy:
@@ -82,41 +98,49 @@ class DraftPolicy:
 
     def __init__(self, num_drafters: int) -> None:
         self._times = StepTimes()
-        self._overall = [Acceptance(fading=0.999) for _ in range(num_drafters)]
+        self._overall = [Record(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
-    def rate(self, drafter: int, own: Acceptance) -> float:
-        """A sequence's chance per draft token: its own record, led by that of all others at first."""
-        return own.rate(prior=self._overall[drafter].rate(prior=0.5))
+    def chances(self, drafter: int, own: Record) -> tuple[float, float]:
+        """A sequence's chances that a draft token is right and that it is found at all.
 
-    def choose(self, rates: NDArray[np.float64], limits: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draft lengths that maximise the expected mean speed of the rows.
+        Its own record counts, led by that of all others at first.
+        """
+        overall = self._overall[drafter]
+        right = own.right.estimate(prior=overall.right.estimate(prior=0.5))
+        return right, own.found.estimate(prior=overall.found.estimate(prior=0.5))
 
-        rates: [num_rows] chance per draft token; limits: [num_rows] longest draft allowed, 0 for a row that
-        is not to draft; every row decodes one token anyway.  Returns [num_rows].
+    def choose(
+        self, right: NDArray[np.float64], found: NDArray[np.float64], limits: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Draft lengths that minimise the expected mean time per token.
+
+        right, found: [num_rows] chances of a draft token; limits: [num_rows] longest draft allowed, 0 for a
+        row that is not to draft.  Every row decodes one token anyway.  Returns [num_rows].
         """
         num_rows, longest = len(limits), int(limits.max(initial=0))
         if longest == 0:
             return np.zeros_like(limits)
-        expected = np.cumsum(rates[:, None] ** np.arange(longest + 1), axis=1)  # tokens for each draft length
-        gains = np.diff(np.log(expected), axis=1)  # [num_rows, longest], falling along a row
-        gains[np.arange(longest) >= limits[:, None]] = -1.0
-        order = np.argsort(-gains, axis=None, kind="stable")[: int(limits.sum())]
-        total = np.concatenate([[0.0], np.cumsum(gains.flat[order])]) / num_rows
-        speed = total - np.log(self._times.predict(num_rows + np.arange(len(total))))
-        best = int(np.argmax(speed))
-        if speed[best] < speed[0] + MIN_GAIN:
-            best = 0
+        # Steps per token for each draft length, [num_rows, longest + 1], and what each draft token saves.
+        gained = np.cumsum(right[:, None] ** np.arange(longest + 1), axis=1) - 1  # tokens, if found
+        savings = -np.diff(1 / (1 + found[:, None] * gained), axis=1)
+        savings[np.arange(longest) >= limits[:, None]] = -1.0
+        order = np.argsort(-savings, axis=None, kind="stable")[: int(limits.sum())]
+        mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings.flat[order])]) / num_rows
+        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // longest])])
+        best = int(np.argmin(mean_steps * self._times.predict(num_tokens)))
         lengths = np.bincount(order[:best] // longest, minlength=num_rows)
         # All at once, since on some machines the first draft makes the whole step dearer.
         self._num_steps += 1
         probing = self._num_steps % PROBE_INTERVAL == 0
         return np.maximum(lengths, np.minimum(limits, int(probing)))
 
-    def observe_draft(self, drafter: int, own: Acceptance, num_drafted: int, num_accepted: int) -> None:
+    def observe_draft(
+        self, drafter: int, own: Record, num_wanted: int, num_drafted: int, num_accepted: int
+    ) -> None:
         """Take in how one row's draft fared."""
-        own.observe(num_drafted, num_accepted)
-        self._overall[drafter].observe(num_drafted, num_accepted)
+        for record in (own, self._overall[drafter]):
+            record.observe(num_wanted, num_drafted, num_accepted)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in how long a step took that decoded so many tokens, drafts included, and no prompt."""

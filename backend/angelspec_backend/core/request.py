@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
-from angelspec_backend.core.draft_policy import Acceptance
+from angelspec_backend.core.draft_policy import Record
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest
 
@@ -53,7 +53,7 @@ class Sequence:
     slot: int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(fading=0.9))
+    record: Record = field(default_factory=lambda: Record(fading=0.9))  # of its drafts
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

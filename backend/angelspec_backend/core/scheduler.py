@@ -108,9 +108,9 @@ class Scheduler:
             rows, split_rows(output.token_ids, output.lens), output.draft_lens.tolist(), strict=True
         ):
             seq, accepted = row.seq, max(len(new) - 1, 0)
-            if drafted:
+            if row.num_draft_tokens:
                 seq.num_draft_tokens += drafted
-                self._policy.observe_draft(seq.drafter, seq.acceptance, drafted, accepted)
+                self._policy.observe_draft(seq.drafter, seq.record, row.num_draft_tokens, drafted, accepted)
             before = len(seq.token_ids)
             reason = seq.append(new.tolist(), self.config.eos_token_ids)
             self._advance(row, accepted, drafted)
@@ -159,11 +159,12 @@ class Scheduler:
         ]
         if not self.config.adaptive_drafts or not any(limits):
             return limits
-        rates = [
-            self._policy.rate(seq.drafter, seq.acceptance) if k else 0.0
-            for seq, k in zip(decoding, limits, strict=True)
+        chances = [
+            self._policy.chances(seq.drafter, seq.record) if limit else (0.0, 0.0)
+            for seq, limit in zip(decoding, limits, strict=True)
         ]
-        return self._policy.choose(np.array(rates), np.array(limits)).tolist()
+        right, found = np.array(chances).T
+        return self._policy.choose(right, found, np.array(limits)).tolist()
 
     def _plan(
         self, seq: Sequence, budget: int, rows: list[ScheduledRow], drafts: int = 0
