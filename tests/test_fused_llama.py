@@ -223,10 +223,15 @@ def test_the_default_target_equals_its_eager_forward(target_dir):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_the_default_target_gives_the_same_bits_as_one_block_in_pieces_and_among_others(target_dir):
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_default_target_gives_the_same_bits_as_one_block_in_pieces_and_among_others(
+    target_dir, quantization
+):
+    if quantization == "int8" and native.int8_kernel() == "none":
+        pytest.skip("no AVX512-BF16")
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.bfloat16)
     texts = np.random.default_rng(4).integers(0, model.config.vocab_size, (40, 230))
-    fused = FusedLlama(model)
+    fused = FusedLlama(model, quantization=quantization)
     tables = random_tables(np.random.default_rng(5), len(texts), texts.shape[1], 16, 1000)
     pool = KVPool.allocate(fused.layer_specs(), 1000, 16, torch.bfloat16)
 

@@ -30,6 +30,9 @@ class EngineConfig(BaseModel):
     # The models
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: target and draft_model with 8-bit weights, for CPUs with AVX512-BF16"
+    )
     draft_model: str = Field(
         "", description="id or folder of the small causal LM behind drafter 'draft_model'"
     )
@@ -67,6 +70,8 @@ class EngineConfig(BaseModel):
     def _check_together(self) -> EngineConfig:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}")
+        if self.quantization == "int8" and self.dtype != "bfloat16":
+            raise ValueError(f"quantization 'int8' needs dtype bfloat16, got '{self.dtype}'")
         known = ("ngram", "draft_model")
         for name in self.drafter_names:
             if name not in known:

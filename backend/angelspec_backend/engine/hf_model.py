@@ -27,8 +27,8 @@ from angelspec_backend.engine.row_independent import RowIndependent
 class HuggingFaceModel:
     """Runs transformers' own modules, with the engine's attention and, on the CPU, packed weights."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Take over a loaded model; its weights are repacked in place.
+    def __init__(self, model: PreTrainedModel, quantization: str = "none") -> None:
+        """Take over a loaded model; its weights are repacked in place.  quantization: see PackedLinear.
 
         Raises:
             UnsupportedAttention: it does not call the engine's attention once per layer as it should.
@@ -43,7 +43,7 @@ class HuggingFaceModel:
             self._forward(tokens, torch.arange(2, device=model.device), tokens[:1], recorder)
 
         if model.device.type == "cpu":
-            pack_weights(self.model, trial)
+            pack_weights(self.model, trial, quantization)
         trial()
         self._check_calls(recorder)
         self._specs = recorder.layer_specs()

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from angelspec_backend.engine.linear_int8 import Int8Matmul
+
 _log = logging.getLogger(__name__)
 
 ROW_RANGES = ((2, 512), (2, 256), (2, 128), (2, 64), (2, 32), (16, 16))
@@ -63,17 +65,19 @@ class PackedLinear(nn.Module):
     """``F.linear`` with row-independent results on the CPU; elsewhere ``F.linear`` itself.
 
     weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
-    the weight is kept.
+    the weight is kept.  quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none") -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.row_range: tuple[int, int] | None = None
         if weight.device.type == "cpu":
-            self.row_range = find_row_range(*weight.shape, weight.dtype, torch.get_num_threads())
-            self._matmul = _packed_matmul(weight.detach(), self.bias)
+            self.row_range = find_row_range(
+                *weight.shape, weight.dtype, torch.get_num_threads(), quantization
+            )
+            self._matmul = _best_matmul(weight.detach(), self.bias, quantization)
         else:
             self.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
@@ -92,7 +96,7 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, row_range={self.row_range}"
 
 
-def fuse(*linears: nn.Linear) -> PackedLinear:
+def fuse(*linears: nn.Linear, quantization: str = "none") -> PackedLinear:
     """One linear whose output is the outputs of ``linears`` side by side.
 
     The weights move: the given modules are left without weight and bias, so that the memory is freed.
@@ -106,7 +110,7 @@ def fuse(*linears: nn.Linear) -> PackedLinear:
     for linear in linears:
         linear.register_parameter("weight", None)
         linear.register_parameter("bias", None)
-    return PackedLinear(weight, bias)
+    return PackedLinear(weight, bias, quantization)
 
 
 def _bias_or_zeros(linear: nn.Linear) -> Tensor:
@@ -115,7 +119,7 @@ def _bias_or_zeros(linear: nn.Linear) -> Tensor:
 
 @functools.cache
 def find_row_range(
-    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int
+    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, quantization: str = "none"
 ) -> tuple[int, int]:
     """The widest of ROW_RANGES in which a row of this shape is the same to the bit for every row count.
 
@@ -126,9 +130,8 @@ def find_row_range(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    matmul = _packed_matmul(
-        normal(out_features, 8) @ normal(8, in_features), None
-    )  # full randn would take seconds
+    weight = normal(out_features, 8) @ normal(8, in_features)  # full randn would take seconds
+    matmul = _best_matmul(weight, None, quantization)
     for low, high in ROW_RANGES:
         if _rows_agree(matmul, normal(high, in_features), low):
             return low, high
@@ -151,6 +154,12 @@ def _rows_agree(matmul: Callable[[Tensor], Tensor], x: Tensor, low: int) -> bool
         if not torch.equal(matmul(x[start : start + count].contiguous()), whole[start : start + count]):
             return False
     return True
+
+
+def _best_matmul(weight: Tensor, bias: Tensor | None, quantization: str) -> Callable[[Tensor], Tensor]:
+    if quantization == "int8" and weight.dtype == torch.bfloat16:  # what a model keeps in fp32 stays so
+        return Int8Matmul(weight, bias)
+    return _packed_matmul(weight, bias)
 
 
 def _packed_matmul(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

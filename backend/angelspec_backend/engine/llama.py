@@ -7,6 +7,7 @@ close to theirs as the order of summation allows.  CPU only; see ``supports``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +55,11 @@ class _Layer:
 class FusedLlama:
     """A llama-like causal LM over packed batches and a KV pool, with packed and fused weights."""
 
-    def __init__(self, model: PreTrainedModel, max_context: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, max_context: int = 0, quantization: str = "none") -> None:
         """Take the weights out of a loaded model, which is of no further use.
 
         max_context: positions to prepare rotary embeddings for; 0: what the model supports.
+        quantization: of the linear layers, see PackedLinear.
         """
         config = model.config
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -67,9 +69,9 @@ class FusedLlama:
         self.dtype = model.dtype
         self.embedding = model.model.embed_tokens.weight.detach()  # [vocab_size, hidden]
         self.cos_sin = _cos_sin(model, max_context or config.max_position_embeddings)
-        self.layers = [_take_layer(layer, config) for layer in model.model.layers]
+        self.layers = [_take_layer(layer, config, quantization) for layer in model.model.layers]
         self.norm = model.model.norm.weight.detach()
-        self.head = fuse(model.lm_head)
+        self.head = fuse(model.lm_head, quantization=quantization)
 
     def layer_specs(self) -> list[LayerSpec]:
         """What each layer caches per token."""
@@ -157,7 +159,7 @@ class _Step:
         return layer.down(native.silu_and_mul(layer.gate_up(self.normed), self.activated))
 
 
-def _take_layer(layer: Any, config: Any) -> _Layer:
+def _take_layer(layer: Any, config: Any, quantization: str) -> _Layer:
     """Move the weights out of one Hugging Face decoder layer."""
     attention, mlp = layer.self_attn, layer.mlp
     window = (
@@ -165,16 +167,17 @@ def _take_layer(layer: Any, config: Any) -> _Layer:
         if config.model_type == "mistral"
         else getattr(attention, "sliding_window", None)
     )
+    pack = functools.partial(fuse, quantization=quantization)
     has_norms = hasattr(attention, "q_norm")
     return _Layer(
         input_norm=layer.input_layernorm.weight.detach(),
-        qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=pack(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=attention.q_norm.weight.detach() if has_norms else None,
         key_norm=attention.k_norm.weight.detach() if has_norms else None,
-        attention_out=fuse(attention.o_proj),
+        attention_out=pack(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=fuse(mlp.gate_proj, mlp.up_proj),
-        down=fuse(mlp.down_proj),
+        gate_up=pack(mlp.gate_proj, mlp.up_proj),
+        down=pack(mlp.down_proj),
         sliding_window=window or 0,
     )
 

@@ -56,6 +56,20 @@ class RopeArgs(ctypes.Structure):
     )
 
 
+class Int8Args(ctypes.Structure):
+    """Mirrors Int8Args in native_int8.h; the tensors must outlive the call."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],
+        *[(name, _long) for name in ("rows", "in_features", "out_features")],
+        *[(name, _int) for name in ("kernel", "num_threads")],
+    )
+
+
+INT8_KERNELS = ("none", "avx512", "amx")
+"""Kernels of native_int8.h, the faster ones later."""
+
+
 def available() -> bool:
     """Whether the kernels can be used; builds them on the first call and logs the reason if it cannot."""
     return _library_or_none() is not None
@@ -113,6 +127,17 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)
+def int8_kernel() -> str:
+    """The fastest of INT8_KERNELS that this machine has: "amx", "avx512", or "none"."""
+    return INT8_KERNELS[_library().angelspec_int8_kernel()] if available() else "none"
+
+
+def int8_linear(args: Int8Args) -> None:
+    """See ``linear_int8.Int8Matmul``, which packs the weight and fills in the arguments."""
+    _library().angelspec_int8_linear(args)
+
+
+@functools.lru_cache(maxsize=1)
 def _library_or_none() -> ctypes.CDLL | None:
     try:
         return _load(build())
@@ -139,10 +164,12 @@ def _load(path: Path) -> ctypes.CDLL:
         "rope_and_cache": [ctypes.POINTER(RopeArgs), _int],
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+        "int8_linear": [ctypes.POINTER(Int8Args)],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, f"angelspec_{name}")
         function.argtypes, function.restype = argtypes, None
+    library.angelspec_int8_kernel.restype = _int
     return library
 
 

@@ -19,10 +19,10 @@ from angelspec_backend.engine.linear import PackedLinear, fuse
 class FusedLinear(nn.Module):
     """Several linear layers of one input as one product, computed when the first of them is called."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[nn.Linear], quantization: str) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.linear = fuse(*linears)
+        self.linear = fuse(*linears, quantization=quantization)
         self._input: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
 
@@ -50,20 +50,20 @@ class FusedPiece(nn.Module):
 class PackedExperts(nn.Module):
     """The experts of a mixture, each a pair of packed layers, summed per token in order of choice."""
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, quantization: str) -> None:
         super().__init__()
         self.inner = experts  # its gating and norm; the weights move out of it
         up_name = "gate_up_proj" if experts.has_gate else "up_proj"
-        self.up = nn.ModuleList(self._take(up_name))
-        self.down = nn.ModuleList(self._take("down_proj"))
+        self.up = nn.ModuleList(self._take(up_name, quantization))
+        self.down = nn.ModuleList(self._take("down_proj", quantization))
 
-    def _take(self, name: str) -> list[PackedLinear]:
+    def _take(self, name: str, quantization: str) -> list[PackedLinear]:
         weights = getattr(self.inner, name).data  # [num_experts, out, in], or [.., in, out] if transposed
         biases = getattr(self.inner, f"{name}_bias").data if self.inner.has_bias else [None] * len(weights)
         delattr(self.inner, name)
         if self.inner.is_transposed:
             weights = weights.transpose(1, 2)
-        return [PackedLinear(w.contiguous(), b) for w, b in zip(weights, biases, strict=True)]
+        return [PackedLinear(w.contiguous(), b, quantization) for w, b in zip(weights, biases, strict=True)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: [num_tokens, hidden]; top_k_index, top_k_weights: [num_tokens, top_k]."""
@@ -85,24 +85,25 @@ class PackedExperts(nn.Module):
         return total
 
 
-def pack_weights(model: nn.Module, trial_forward: Callable[[], object]) -> None:
+def pack_weights(model: nn.Module, trial_forward: Callable[[], object], quantization: str = "none") -> None:
     """Replace the model's linear layers and experts by packed ones, fusing layers that share their input.
 
     Siblings (q/k/v, gate/up, ...) are recognised in one trial forward: they are called with the
-    very same tensor object.
+    very same tensor object.  quantization: see PackedLinear.
     """
     _unify_linears(model)
     modules = dict(model.named_modules())
     for names in _siblings_of_one_input(model, trial_forward):
         parent = modules[names[0].rpartition(".")[0]]
         linears: list[Any] = [modules[name] for name in names]
-        fused = FusedLinear(linears) if len(names) > 1 else None
+        fused = FusedLinear(linears, quantization) if len(names) > 1 else None
         for index, name in enumerate(names):
-            setattr(parent, name.rpartition(".")[2], FusedPiece(fused, index) if fused else fuse(linears[0]))
+            packed = FusedPiece(fused, index) if fused else fuse(linears[0], quantization=quantization)
+            setattr(parent, name.rpartition(".")[2], packed)
     for name, module in modules.items():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             path, _, child = name.rpartition(".")
-            setattr(modules[path], child, PackedExperts(module))
+            setattr(modules[path], child, PackedExperts(module, quantization))
 
 
 def _unify_linears(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.hf_attention import UnsupportedAttention
 from angelspec_backend.engine.hf_model import HuggingFaceModel
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
+from angelspec_backend.engine.linear_int8 import QuantizationError, check_supported
 from angelspec_backend.engine.loader import (
     LoadError,
     check_model,
@@ -48,11 +49,13 @@ class ModelRunner:
         block_size: int,
         max_context: int = 0,
         fused: bool = True,
+        quantization: str = "none",
     ) -> None:
         """Take over a loaded model; its weights are repacked.
 
         max_context: longest sequence in tokens; 0: what the model supports.  fused: use the fast path
         for architectures that have one; the generic network is the same model, slower.
+        quantization: "none", or "int8" for linear layers with 8-bit weights.
 
         Raises:
             LoadError: the model cannot be served, and why.
@@ -65,15 +68,17 @@ class ModelRunner:
         self.max_context = max_context or supported
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.eos_token_ids = eos_token_ids(model)
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype, self.quantization = model.device, model.dtype, quantization
         try:
+            if quantization != "none":
+                check_supported(self.dtype, self.device)
             self.network = self._build(model, fused)
             specs = self.network.layer_specs()
             self.pool = KVPool.allocate(specs, num_blocks, block_size, self.dtype, self.device)
             self.batch_invariant = self._check()
         except (UnsupportedAttention, SelfCheckError) as error:
             raise LoadError(f"{self.architecture} is not supported: {error}") from None
-        except MemoryError as error:
+        except (MemoryError, QuantizationError) as error:
             raise LoadError(str(error)) from None
 
     @classmethod
@@ -87,6 +92,7 @@ class ModelRunner:
         block_size: int,
         max_context: int = 0,
         fused: bool = True,
+        quantization: str = "none",
     ) -> ModelRunner:
         """Load ``path``, a local folder or a Hugging Face id.
 
@@ -94,7 +100,14 @@ class ModelRunner:
             LoadError: the model cannot be loaded or served, and why.
         """
         model = load_model(path, dtype, device, max_context)
-        return cls(model, num_blocks=num_blocks, block_size=block_size, max_context=max_context, fused=fused)
+        return cls(
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_context=max_context,
+            fused=fused,
+            quantization=quantization,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -122,6 +135,7 @@ class ModelRunner:
             "architecture": self.architecture,
             "network": type(self.network).__name__,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
             "device": str(self.device),
             "num_layers": self.num_layers,
             "vocab_size": self.vocab_size,
@@ -135,8 +149,8 @@ class ModelRunner:
 
     def _build(self, model: PreTrainedModel, fused: bool) -> Network:
         if fused and llama.supports(model.config, self.dtype, self.device):
-            return llama.FusedLlama(model, self.max_context)
-        return HuggingFaceModel(model)
+            return llama.FusedLlama(model, self.max_context, self.quantization)
+        return HuggingFaceModel(model, self.quantization)
 
     def _check(self) -> bool:
         return check_batching(

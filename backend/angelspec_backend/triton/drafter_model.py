@@ -67,6 +67,7 @@ def _load_draft_model(instance: Instance) -> Drafter:
         device=instance.device,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
+        quantization=config.quantization,
     )
     logger.info("draft_model: %s", runner.describe())
     return DraftModelDrafter(runner)

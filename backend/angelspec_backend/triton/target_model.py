@@ -32,6 +32,7 @@ class TritonPythonModel:
             device=instance.device,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
+            quantization=config.quantization,
             max_context=config.max_context,
         )
         self._engine = TargetEngine(runner)
