@@ -59,8 +59,8 @@ class Engine:
         host = DrafterHost(self.drafters, 16)
         return SpeculativeLoop(LocalExecutor(self.target, host), LoopConfig(**(values | limits)), on_tokens)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-        """Tokens of requests that run together."""
+    def generate(self, requests: Sequence[GenerationRequest], **limits) -> list[list[int]]:
+        """Tokens of requests that run together, in a loop with other limits if given."""
         tokens: list[list[int]] = [[] for _ in requests]
         self.last: dict[int, TokenEvent] = {}
 
@@ -68,13 +68,14 @@ class Engine:
             tokens[event.request_id] += event.token_ids
             self.last[event.request_id] = event
 
-        loop = self.loop(on_tokens)
+        loop = self.loop(on_tokens, **limits)
+        self.scheduler = loop.scheduler
         for i, request in enumerate(requests):
             loop.submit(i, request)
         while loop.num_live:
             loop._receive()
             loop.step()
-        loop.scheduler.check_integrity()
+            loop.scheduler.check_integrity()
         return tokens
 
 
@@ -132,16 +133,8 @@ def test_prefixes_found_in_the_cache_change_no_text(engine):
         )
     ]
     alone = [engine.generate([replace(r, drafter=NO_DRAFTER, num_draft_tokens=0)])[0] for r in requests]
-    tokens: list[list[int]] = [[] for _ in requests]
-    loop = engine.loop(lambda event: tokens[event.request_id].extend(event.token_ids), max_num_seqs=3)
-    for i, request in enumerate(requests):
-        loop.submit(i, request)
-    while loop.num_live:
-        loop._receive()
-        loop.step()
-        loop.scheduler.check_integrity()
-    assert loop.scheduler.num_cached_tokens > 500
-    assert tokens == alone
+    assert engine.generate(requests, max_num_seqs=3) == alone
+    assert engine.scheduler.num_cached_tokens > 500
 
 
 @pytest.mark.parametrize("seed", range(4))
