@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from angelspec_backend.engine.attention import torch_paged_attention
 from angelspec_backend.engine.batch import PackedBatch
+from angelspec_backend.engine.runner import ModelRunner
+from families import tiny_model
 from test_attention import DTYPES, Case, make_case
+from traces import Piece, batch_of, random_tables
 
 pytest.importorskip("triton")
-from angelspec_backend.engine import triton_attention
+from angelspec_backend.engine import hf_attention, triton_attention
 from angelspec_backend.engine.triton_attention import SPLIT, triton_paged_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,6 +121,23 @@ def test_scores_of_any_size_give_finite_results(dtype):
         out = attend(replace(case, query=case.query * factor))
         assert out.isfinite().all()
         assert out.abs().max() <= case.values.abs().max() * 1.01
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="paged_attention uses it there")
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_models_run_on_it(family, monkeypatch):
+    monkeypatch.setattr(hf_attention, "paged_attention", triton_paged_attention)
+    tokens = np.random.default_rng(0).integers(3, 190, 12)
+    with torch.inference_mode():
+        expected = tiny_model(family)(torch.from_numpy(tokens[None]), use_cache=False).logits[0]
+    runner = ModelRunner(tiny_model(family), num_blocks=32, block_size=4)
+    assert runner.batch_invariant
+    tables = random_tables(np.random.default_rng(0), 1, 12, 4, 32)
+    pieces = (Piece(0, 0, tokens[:7]), Piece(0, 7, tokens[7:8]), Piece(0, 8, tokens[8:], drafts=3))
+    for piece in pieces:  # prefill, decode, verify
+        logits = runner.forward(batch_of([piece], tables, 4))
+        worst = (logits - expected[list(piece.logit_positions)]).abs().max()
+        assert worst < 2e-5 * expected.abs().max()
 
 
 COMPILE = """

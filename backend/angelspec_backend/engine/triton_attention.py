@@ -71,29 +71,31 @@ def triton_paged_attention(
         "SPLIT": SPLIT,
         "WINDOW": sliding_window,
     }
-    for first in range(0, num_tiles, tiles_per_launch):
-        count = min(tiles_per_launch, num_tiles - first)
-        tiles = (batch.query_start, batch.context_lens, num_rows, first)
-        attend_split[(count, num_kv_heads, num_splits)](
-            query,
-            key_cache,
-            value_cache,
-            batch.block_table,
-            partial,
-            *tiles,
-            max_blocks,
-            query.stride(0),
-            query.stride(1),
-            scale,
-            **layout,
-            KEY_DIM=key_dim,
-            KEY_PAD=_padded(key_dim),
-            KEYS=KEYS,
-            BLOCK_SIZE=block_size,
-            SOFTCAP=softcap,
-            UPCAST=query.device.type == "cpu",  # the interpreter has no products of bf16
-        )
-        fold_splits[(count, num_kv_heads)](partial, sinks, out, *tiles, num_splits, **layout)
+    # Kernels go to the current device, which need not be the tensors'.
+    with torch.cuda.device_of(query):
+        for first in range(0, num_tiles, tiles_per_launch):
+            count = min(tiles_per_launch, num_tiles - first)
+            tiles = (batch.query_start, batch.context_lens, num_rows, first)
+            attend_split[(count, num_kv_heads, num_splits)](
+                query,
+                key_cache,
+                value_cache,
+                batch.block_table,
+                partial,
+                *tiles,
+                max_blocks,
+                query.stride(0),
+                query.stride(1),
+                scale,
+                **layout,
+                KEY_DIM=key_dim,
+                KEY_PAD=_padded(key_dim),
+                KEYS=KEYS,
+                BLOCK_SIZE=block_size,
+                SOFTCAP=softcap,
+                UPCAST=query.device.type == "cpu",  # the interpreter has no products of bf16
+            )
+            fold_splits[(count, num_kv_heads)](partial, sinks, out, *tiles, num_splits, **layout)
     return out
 
 
