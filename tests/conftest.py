@@ -11,6 +11,12 @@ import pytest
 # Tests share the cores with servers they start: waiting threads must not spin.  Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import torch
+
+# Without a GPU, kernels in the Triton language are interpreted.  Read when triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from angelspec_backend.engine import native
-from angelspec_backend.engine.attention import paged_attention, torch_paged_attention
+from angelspec_backend.engine.attention import (
+    paged_attention,
+    sdpa_paged_attention,
+    torch_paged_attention,
+)
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.native_build import SOURCES
 
@@ -136,6 +140,16 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
 @given(cases)
 def test_native_and_torch_agree_on_ragged_batches(case):
     assert_close(case.attend(), case.attend(torch_paged_attention))
+
+
+@pytest.mark.parametrize("sliding_window", [0, 7])
+def test_the_attention_of_torch_agrees_and_refuses_what_it_cannot_do(sliding_window):
+    rows = [(0, 1), (70, 5), (3, 12), (600, 1)]
+    case = make_case(rows, sliding_window=sliding_window)
+    assert_close(case.attend(sdpa_paged_attention), case.attend(torch_paged_attention))
+    for option in ({"softcap": 3.0}, {"sinks": True}):
+        with pytest.raises(ValueError, match="no softcap"):
+            make_case(rows, **option).attend(sdpa_paged_attention)
 
 
 @pytest.mark.parametrize("function", IMPLEMENTATIONS)

@@ -15,7 +15,7 @@ CLIENT = ROOT / "client" / "angelspec_client"
 LAYERS = ["core", "engine", "drafters", "triton"]  # each may import those before it
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
-    "engine": {"numpy", "torch", "transformers"},
+    "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
     "drafters": {"numpy", "torch", "transformers"},
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},

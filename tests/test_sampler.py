@@ -16,6 +16,7 @@ from transformers import (
 
 from angelspec_backend.core.messages import ROW
 from angelspec_backend.engine import sampler
+from angelspec_backend.engine.device_sampler import sample_on_device
 from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys, uniform
 from angelspec_backend.engine.sampler import SamplingRows, sample
 from angelspec_backend.engine.sampling_rule import kept_tokens, sample_row
@@ -29,6 +30,9 @@ PARAMETERS = [
     {"temperature": 1.2, "min_p": 0.05},
     {"temperature": 1.3, "top_k": 500, "top_p": 0.8, "min_p": 0.01},
 ]
+
+
+SAMPLERS = pytest.mark.parametrize("sample", [sample, sample_on_device], ids=["host", "device"])
 
 
 def make_rows(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
@@ -216,9 +220,10 @@ def test_the_likeliest_token_is_always_kept():
 # ------------------------------------------------------------------------ greedy
 
 
+@SAMPLERS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 7, 300, 8193, 50257])
-def test_greedy_takes_the_largest_logit_and_the_lowest_id_on_ties(dtype, vocab):
+def test_greedy_takes_the_largest_logit_and_the_lowest_id_on_ties(sample, dtype, vocab):
     logits = torch.randn(12, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
     logits[3, vocab // 2 :] = logits[3].max()
     logits[4] = 0
@@ -226,7 +231,8 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_on_ties(dtype, vocab):
     assert sample(logits, make_rows(12, temperature=0)).tolist() == expected
 
 
-def test_negative_zero_ties_with_zero():
+@SAMPLERS
+def test_negative_zero_ties_with_zero(sample):
     logits = torch.tensor([[-1.0, -0.0, 0.0]])
     assert sample(logits, make_rows(1, temperature=0)).tolist() == [1]
 
@@ -234,9 +240,10 @@ def test_negative_zero_ties_with_zero():
 # ------------------------------------------------------------------------ a pure function of the row
 
 
+@SAMPLERS
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6))
-def test_fast_sampling_gives_the_tokens_of_the_rule(seed):
+@given(seed=st.integers(0, 10**6))
+def test_fast_sampling_gives_the_tokens_of_the_rule(sample, seed):
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([5, 64, 1000, 8192, 8200, 9001, 12288]))
     dtype = [torch.bfloat16, torch.float32, torch.float16][rng.integers(3)]
@@ -270,9 +277,10 @@ def test_equal_rows_sample_equal_tokens_and_other_seeds_or_positions_other_ones(
 # ------------------------------------------------------------------------ odd logits
 
 
+@SAMPLERS
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9}, {"temperature": 0}])
 @pytest.mark.parametrize("vocab", [50, 9001])
-def test_masked_and_nan_tokens_are_never_sampled(parameters, vocab):
+def test_masked_and_nan_tokens_are_never_sampled(sample, parameters, vocab):
     logits = torch.zeros(60, vocab, dtype=torch.bfloat16)
     logits[:, :] = -torch.inf
     allowed = [3, 8, vocab - 1]
@@ -282,7 +290,8 @@ def test_masked_and_nan_tokens_are_never_sampled(parameters, vocab):
     assert set(tokens.tolist()) <= set(allowed)
 
 
-def test_rows_without_any_finite_logit_still_give_a_valid_id_and_leave_others_alone():
+@SAMPLERS
+def test_rows_without_any_finite_logit_still_give_a_valid_id_and_leave_others_alone(sample):
     logits = random_logits(np.random.default_rng(0), 6, 9001, torch.float32)
     expected = sample(logits, make_rows(6))
     logits[1] = torch.nan

@@ -1,16 +1,39 @@
-"""Attention of a packed ragged batch over the paged KV pool: one signature, two implementations.
+"""Attention of a packed ragged batch over the paged KV pool: one signature, four implementations.
 
-Both are batch-invariant: what a query gets is bit-identical alone, beside other rows, inside a verify
-block, and on any number of threads.  ``scaled_dot_product_attention`` is not.
+The native kernel on the CPU, a kernel in the Triton language on a GPU, and where these cannot be had, torch's
+own attention on a GPU and plain torch anywhere.  All but torch's own are batch-invariant: what a query gets
+is bit-identical alone, beside other rows, inside a verify block, and on any number of threads.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from angelspec_backend.engine import native
 from angelspec_backend.engine.batch import PackedBatch
+
+
+class Attention(Protocol):
+    """The signature of every implementation, see ``paged_attention``."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: PackedBatch,
+        scale: float,
+        *,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def paged_attention(
@@ -34,21 +57,47 @@ def paged_attention(
 
     Returns: [num_tokens, num_heads, value_dim], dense; tokens of no row get zeros.
     """
-    key_dim, value_dim = key_cache.shape[3], value_cache.shape[3]
-    if not native.supports(query.dtype, query.device, key_dim, value_dim):
-        return torch_paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            batch,
-            scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-    if query.stride()[1:] != (key_dim, 1):
+    if native.supports(query.dtype, query.device, key_cache.shape[3], value_cache.shape[3]):
+        attend: Attention = native_paged_attention
+    elif query.device.type == "cuda" and _has_triton():
+        # Imported here, since triton is there only where torch comes for a GPU.
+        from angelspec_backend.engine.triton_attention import triton_paged_attention as attend
+    elif query.device.type == "cuda" and not softcap and sinks is None:
+        attend = sdpa_paged_attention
+    else:
+        attend = torch_paged_attention
+    return attend(
+        query,
+        key_cache,
+        value_cache,
+        batch,
+        scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def native_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    scale: float,
+    *,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The native CPU kernel, for what ``native.supports``."""
+    if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
-    out = query.new_empty(*query.shape[:2], value_dim)
+    out = query.new_empty(*query.shape[:2], value_cache.shape[3])
     sinks = None if sinks is None else sinks.float().contiguous()
     args = attention_args(batch, query.shape[1], key_cache, value_cache, scale, sliding_window, softcap)
     args.query, args.out, args.query_stride = query.data_ptr(), out.data_ptr(), query.stride(0)
@@ -112,6 +161,42 @@ def torch_paged_attention(
             first = max(last - sliding_window + 1, 0) if sliding_window else 0
             visible = slice(first, last + 1)
             out[token] = _attend(query[token], keys[visible], values[visible], scale, softcap, sinks)
+    return out
+
+
+def sdpa_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    scale: float,
+    *,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same by torch's own attention, row by row: for GPUs without triton.  Not batch-invariant.
+
+    Raises:
+        ValueError: softcap or sinks are asked for, which it cannot do.
+    """
+    if softcap or sinks is not None:
+        raise ValueError(f"torch's own attention has no softcap ({softcap}) and no sinks")
+    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    for row, context in enumerate(contexts):
+        mine = slice(starts[row], starts[row + 1])
+        end = context + mine.stop - mine.start
+        keys = _gather(key_cache, batch.block_table[row], end)
+        values = _gather(value_cache, batch.block_table[row], end)
+        at = torch.arange(end, device=query.device)
+        back = at[context:, None] - at  # [queries, end] how far a query looks back
+        q, k, v = (each.transpose(0, 1)[None] for each in (query[mine], keys, values))
+        visible = (back >= 0) & (back < (sliding_window or end))
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scale, enable_gqa=True
+        )  # [1, num_heads, queries, value_dim]
+        out[mine] = attended[0].transpose(0, 1)
     return out
 
 

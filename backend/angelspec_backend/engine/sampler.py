@@ -26,19 +26,19 @@ FINE, COARSE = 16, 4
 """Tokens in a fine class, fine classes in a coarse one."""
 SLACK = 1e-4
 """Relative error allowed to a sum of float32 exponentials; the real one is below 2e-5."""
-_PADDING = np.uint64(2**64 - 1)
+PADDING = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """The tokens at or above each row's bound, likeliest first, the lower id first on ties."""
 
     ids: NDArray[np.int64]  # [n, width]
     logits: NDArray[np.float64]  # [n, width] relative to the largest, not divided by the temperature
     count: NDArray[np.int64]  # [n] tokens in the head, the rest of the width is padding with -inf
 
-    def __getitem__(self, index: Any) -> _Head:
-        return _Head(self.ids[index], self.logits[index], self.count[index])
+    def __getitem__(self, index: Any) -> Head:
+        return Head(self.ids[index], self.logits[index], self.count[index])
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
@@ -51,12 +51,21 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
         return np.zeros(0, np.int32)
     if logits.dtype == torch.float64:
         logits = logits.float()
+    if logits.device.type == "cuda":
+        from angelspec_backend.engine.device_sampler import sample_on_device  # it builds on this module
+
+        return sample_on_device(logits, rows)
+    return sample_on_host(logits, rows)
+
+
+def sample_on_host(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
+    """``sample`` for at least one row, with as little arithmetic as can be.  On a GPU it waits often."""
     greedy = rows.temperature == 0
-    fine = _class_maxima(logits, FINE)
-    bound, largest = _bounds(fine, greedy)  # [n, 1]
+    fine = class_maxima(logits, FINE)
+    bound, largest = bounds(fine, greedy)  # [n, 1]
     if not bool(torch.isfinite(largest).all()):
         lowest = torch.finfo(torch.float32).min
-        return sample(torch.nan_to_num(logits.float(), nan=lowest), rows)
+        return sample_on_host(torch.nan_to_num(logits.float(), nan=lowest), rows)
     head = _select(logits, fine, bound)
     tokens = head.ids[:, 0].astype(np.int32)  # greedy: the largest logit, the lowest id on ties
 
@@ -67,8 +76,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
         index = torch.from_numpy(open_rows).to(logits.device)
         values = (logits if exact else fine).index_select(0, index).float()
         part, part_head = rows[open_rows], head[open_rows]
-        low, high = _tail_mass(values, bound[index], largest[index], part.temperature, part_head.count, exact)
-        decided, chosen = _decide(part_head, part, low, high)
+        sums = clamped_sums(values, bound[index], largest[index], part.temperature).cpu().numpy()
+        low, high = tail_mass(sums, part_head.count, exact)
+        decided, chosen = decide(part_head, part, low, high)
         tokens[open_rows[decided]] = chosen[decided]
         open_rows = open_rows[~decided]
     for row in open_rows:
@@ -76,7 +86,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
-def _class_maxima(values: Tensor, size: int) -> Tensor:
+def class_maxima(values: Tensor, size: int) -> Tensor:
     """The maximum of each class; class c holds the columns c, c + num_classes, c + 2 * num_classes, ...
 
     Strided classes make this an elementwise maximum of long vectors.  [n, columns] -> [n, num_classes]
@@ -92,12 +102,12 @@ def _class_maxima(values: Tensor, size: int) -> Tensor:
     return maxima
 
 
-def _bounds(fine: Tensor, greedy: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+def bounds(fine: Tensor, greedy: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
     """Where each head ends, and each row's largest logit.  [n, num_classes] -> [n, 1], [n, 1]
 
     A greedy row's head is its largest logit alone.
     """
-    coarse = _class_maxima(fine, COARSE)
+    coarse = class_maxima(fine, COARSE)
     lowest = torch.finfo(fine.dtype).min
     if greedy.all() or coarse.shape[1] < HEAD_SIZE:
         largest = coarse.amax(-1, keepdim=True)
@@ -110,7 +120,7 @@ def _bounds(fine: Tensor, greedy: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
     return torch.where(is_greedy, largest, bound), largest
 
 
-def _select(logits: Tensor, fine: Tensor, bound: Tensor) -> _Head:
+def _select(logits: Tensor, fine: Tensor, bound: Tensor) -> Head:
     """Find and order the head of every row.  [n, vocab], [n, num_classes], [n, 1]"""
     n, vocab = logits.shape
     num_classes = fine.shape[1]
@@ -121,18 +131,26 @@ def _select(logits: Tensor, fine: Tensor, bound: Tensor) -> _Head:
     values[:, -1].masked_fill_(of_class + members[-1] >= vocab, -torch.inf)  # some classes lack a last member
     hit = (values >= bound[row]).view(-1).nonzero()[:, 0]
     row_of, ids = np.divmod(index.view(-1)[hit].cpu().numpy(), vocab)
-    keys = _sort_keys(values.view(-1)[hit].float().cpu().numpy(), ids)
+    keys = sort_keys(values.view(-1)[hit].float().cpu().numpy(), ids)
 
     count = np.bincount(row_of, minlength=n)
-    table = np.full((n, int(count.max())), _PADDING)
+    table = np.full((n, int(count.max())), PADDING)
     table[ragged(count)] = keys  # the hits are in row order
+    return head_of_keys(table, count)
+
+
+def head_of_keys(table: NDArray[np.uint64], count: NDArray[np.int64]) -> Head:
+    """Order the heads.
+
+    table: [n, width] sort keys, overwritten, PADDING where there is no token; count: [n].
+    """
     table.sort(axis=1)
     head_ids, head_values = _decode_keys(table)
-    relative = np.where(table == _PADDING, -np.inf, head_values - head_values[:, :1])
-    return _Head(head_ids, relative, count)
+    relative = np.where(table == PADDING, -np.inf, head_values - head_values[:, :1])
+    return Head(head_ids, relative, count)
 
 
-def _sort_keys(values: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+def sort_keys(values: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Keys that sort by falling value, then by rising id.  [n], [n] -> [n]"""
     bits = (values + np.float32(0)).view(np.uint32)  # + 0 makes -0 equal to 0
     rising = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
@@ -146,33 +164,36 @@ def _decode_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[n
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64), bits.view(np.float32).astype(np.float64)
 
 
-def _tail_mass(
-    values: Tensor,
-    bound: Tensor,
-    largest: Tensor,
-    temperature: NDArray[np.float32],
-    head_count: NDArray[np.int64],
-    exact: bool,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """An interval that holds the sum of exp((logit - largest) / temperature) over each row's tail.
+def clamped_sums(values: Tensor, bound: Tensor, largest: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+    """Per row the sum of exp((value - largest) / temperature), values above the bound counting as the bound.
 
-    values: float32, overwritten, [n, vocab] logits if exact, else [n, num_classes] maxima of the fine
-    classes, which limit the tail from above; bound, largest: [n, 1]; temperature, head_count: [n].
-    Returns [n], [n].
+    values: float32, overwritten, [n, columns]; bound, largest: [n, 1]; temperature: [n].
+    Returns on the same device [2, n]: these sums, and the weight of a value at the bound.
     """
     scale = (1 / torch.from_numpy(temperature).to(values.device))[:, None]
-    # Every head token counts as if it were at the bound, and that is subtracted afterwards.
     at_bound = (bound.float() - largest) * scale
     weights = values.sub_(largest).mul_(scale)
-    sums = torch.minimum(weights, at_bound, out=weights).exp_().sum(-1) * (1 if exact else FINE)
-    total, weight = torch.stack([sums, at_bound[:, 0].exp()]).cpu().numpy().astype(np.float64)
+    sums = torch.minimum(weights, at_bound, out=weights).exp_().sum(-1)
+    return torch.stack([sums, at_bound[:, 0].exp()])
+
+
+def tail_mass(
+    sums: NDArray[np.float32], head_count: NDArray[np.int64], exact: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """An interval that holds the mass of each row's tail, relative to its largest logit.
+
+    sums: [2, n] ``clamped_sums`` of the logits if exact, else of the maxima of the fine classes, which limit
+    the tail from above; head_count: [n].  Returns [n], [n].
+    """
+    total, weight = sums.astype(np.float64) * np.array([[1 if exact else FINE], [1]])
+    # Every head token counts as if it were at the bound, and that is subtracted again.
     mass, error = total - head_count * weight, SLACK * total
     low = np.maximum(mass - error, 0) if exact else np.zeros_like(mass)
     return low, np.maximum(mass, 0) + error + 1e-30
 
 
-def _decide(
-    head: _Head, rows: SamplingRows, low: NDArray[np.float64], high: NDArray[np.float64]
+def decide(
+    head: Head, rows: SamplingRows, low: NDArray[np.float64], high: NDArray[np.float64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Which rows the head decides, and their tokens, when the tail's mass lies in [low, high].
 
