@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from angelspec_client import AngelSpecError, AsyncGrpcClient, Generation, HttpClient, ServerError
+from benchmark_options import counts, names
 from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from benchmark_report import AR, Answers, Window, describe_machine, make_cell, make_table, to_line
 
@@ -181,8 +182,8 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--grpc", dest="protocol", action="store_const", const="grpc", default="grpc", help="the default")
     add("--http", dest="protocol", action="store_const", const="http")
     add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="a JSONL file, or a directory of them")
-    add("--modes", type=_names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
-    add("--concurrency", type=_counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
+    add("--modes", type=names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
+    add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
     add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
     add("--windows", type=int, default=3, help="how often every cell is measured")
     add("--max-tokens", type=int, default=128)
@@ -199,17 +200,6 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     if values["windows"] < 1 or values["requests"] < 0:
         parser.error("--windows must be at least 1, --requests at least 0")
     return Plan(**values)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    names = _names(text)
-    if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
-        raise argparse.ArgumentTypeError(f"must be positive numbers separated by commas, got '{text}'")
-    return tuple(int(name) for name in names)
 
 
 async def run(plan: Plan) -> None:

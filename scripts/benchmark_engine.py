@@ -30,6 +30,7 @@ from angelspec_backend.engine.linear import PackedLinear
 from angelspec_backend.engine.llama import FusedLlama
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
+from benchmark_options import counts
 from benchmark_report import describe_machine, to_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,19 +173,16 @@ def show(cells: list[dict[str, Any]]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 64])
     parser.add_argument(
-        "--tokens", type=numbers, default=[1, 4, 8], help="new tokens per row: one and its drafts"
+        "--tokens", type=counts, default=[1, 4, 8], help="new tokens per row: one and its drafts"
     )
-    parser.add_argument("--contexts", type=numbers, default=[128, 1024])
+    parser.add_argument("--contexts", type=counts, default=[128, 1024])
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; else with top_p 0.95")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")

@@ -28,6 +28,7 @@ from angelspec_backend.engine.loader import Tokenizer, load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from benchmark_engine import BLOCK_SIZE, ROOT, make_step, median_seconds
+from benchmark_options import counts
 from benchmark_prompts import DEFAULT_PROMPTS, Prompt, load_prompts
 
 CONTEXT = 128
@@ -92,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="as for benchmark.py")
     parser.add_argument("--tokens", type=int, default=32, help="longest greedy answer")
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
+    parser.add_argument("--rows", type=counts, default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=25)
     return parser.parse_args()
 

@@ -34,6 +34,7 @@ from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from benchmark_engine import BLOCK_SIZE, make_step, median_seconds
+from benchmark_options import counts
 from benchmark_prompts import DEFAULT_PROMPTS, load_prompts
 from benchmark_report import describe_machine
 from gpu_generation import compare_generation
@@ -182,16 +183,13 @@ def step_times(
 
 
 def parse_arguments() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
-    parser.add_argument("--rows", type=numbers, default=[1, 16, 64])
-    parser.add_argument("--tokens", type=numbers, default=[1, 8], help="new tokens per row")
-    parser.add_argument("--contexts", type=numbers, default=[128, 1024, 4096])
+    parser.add_argument("--rows", type=counts, default=[1, 16, 64])
+    parser.add_argument("--tokens", type=counts, default=[1, 8], help="new tokens per row")
+    parser.add_argument("--contexts", type=counts, default=[128, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16, help="prompts, all in one batch at the most")
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -151,13 +152,9 @@ def torch_paged_attention(
 ) -> Tensor:
     """The same in plain torch, one query at a time in fp32: the reference, and the fallback anywhere."""
     out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-    for row, context in enumerate(contexts):
-        end = context + starts[row + 1] - starts[row]
-        keys = _gather(key_cache, batch.block_table[row], end)
-        values = _gather(value_cache, batch.block_table[row], end)
-        for token in range(starts[row], starts[row + 1]):
-            last = context + token - starts[row]
+    for context, mine, keys, values in _gathered_rows(batch, key_cache, value_cache):
+        for token in range(mine.start, mine.stop):
+            last = context + token - mine.start
             first = max(last - sliding_window + 1, 0) if sliding_window else 0
             visible = slice(first, last + 1)
             out[token] = _attend(query[token], keys[visible], values[visible], scale, softcap, sinks)
@@ -183,12 +180,8 @@ def sdpa_paged_attention(
     if softcap or sinks is not None:
         raise ValueError(f"torch's own attention has no softcap ({softcap}) and no sinks")
     out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-    for row, context in enumerate(contexts):
-        mine = slice(starts[row], starts[row + 1])
-        end = context + mine.stop - mine.start
-        keys = _gather(key_cache, batch.block_table[row], end)
-        values = _gather(value_cache, batch.block_table[row], end)
+    for context, mine, keys, values in _gathered_rows(batch, key_cache, value_cache):
+        end = len(keys)
         at = torch.arange(end, device=query.device)
         back = at[context:, None] - at  # [queries, end] how far a query looks back
         q, k, v = (each.transpose(0, 1)[None] for each in (query[mine], keys, values))
@@ -198,6 +191,20 @@ def sdpa_paged_attention(
         )  # [1, num_heads, queries, value_dim]
         out[mine] = attended[0].transpose(0, 1)
     return out
+
+
+def _gathered_rows(
+    batch: PackedBatch, key_cache: Tensor, value_cache: Tensor
+) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Per row: tokens before its first query, where its queries are, and its keys and values, in order.
+
+    keys, values: [context + queries, num_kv_heads, dim]
+    """
+    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    for row, context in enumerate(contexts):
+        mine, blocks = slice(starts[row], starts[row + 1]), batch.block_table[row]
+        end = context + mine.stop - mine.start
+        yield context, mine, _gather(key_cache, blocks, end), _gather(value_cache, blocks, end)
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
