@@ -33,10 +33,10 @@ from angelspec_backend.engine.batch import PackedBatch, pack
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
-from benchmark_engine import BLOCK_SIZE, make_step, median_seconds
 from benchmark_options import counts
 from benchmark_prompts import DEFAULT_PROMPTS, load_prompts
 from benchmark_report import describe_machine
+from benchmark_steps import BLOCK_SIZE, make_step, median_seconds
 from gpu_generation import compare_generation
 
 ROOT = Path(__file__).resolve().parent.parent
