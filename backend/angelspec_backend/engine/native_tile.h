@@ -8,7 +8,7 @@
 
 constexpr int TILE = 64;         // positions
 constexpr int MAX_DIM = 256;     // of a head
-constexpr int MAX_QUERIES = 64;  // (token, head) pairs that share the unpacked keys and values
+constexpr int MAX_QUERIES = 128;  // (token, head) pairs that share the unpacked keys and values
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2E = 1.44269504f;
 
