@@ -95,23 +95,25 @@ class Bench:
                             details = {"seconds": seconds}
                             yield Figure("start", "", statistics.median(seconds), "s", START_BAR, details)
                         for name in (name for name in MEASURES[1:] if name in measures):
-                            yield from asyncio.run(self._measure(name, server))
+                            yield from self._measure(name, server)
 
-    async def _measure(self, name: str, server: TritonServer) -> list[Figure]:
-        address = f"127.0.0.1:{server.options.grpc_port}"
-        async with AsyncGrpcClient(address, timeout=600) as client:
-            if name == "memory":
-                return await self._memory(client, server)
-            await time_to_first_token(client, self.prompts.tokens(100))
-            return await (self._prefix(client) if name == "prefix" else self._fairness(client))
+    def _measure(self, name: str, server: TritonServer) -> Iterator[Figure]:
+        if name == "memory":
+            yield from asyncio.run(self._memory(server))
+        elif name == "prefix":
+            yield asyncio.run(self._prefix(server))
+        else:
+            for num_streams in self.options.streams:
+                yield asyncio.run(self._fairness(server, num_streams))
 
-    async def _memory(self, client: AsyncGrpcClient, server: TritonServer) -> list[Figure]:
+    async def _memory(self, server: TritonServer) -> list[Figure]:
         weights = weight_bytes(self.target)
         seen, kv, generations = [read_server(server)], [0], []
-        for _ in range(self.options.rounds):
-            generations += await run_round(client, self.prompts, 16, 32, 1500)
-            seen.append(read_server(server))
-            kv.append(kv_bytes(generations, self.config, self.target))
+        async with connect(server) as client:
+            for _ in range(self.options.rounds):
+                generations += await run_round(client, self.prompts, 16, 32, 1500)
+                seen.append(read_server(server))
+                kv.append(kv_bytes(generations, self.config, self.target))
         figures = []
         for when, memory, in_use in ((0, seen[0], kv[0]), (len(kv) - 1, seen[-1], kv[-1])):
             pss = memory["target"].pss
@@ -125,33 +127,34 @@ class Bench:
             figures.append(Figure("memory", f"{name}, growth", growth, "MB", GROWTH_BAR, {"pss_mb": pss_mb}))
         return figures
 
-    async def _prefix(self, client: AsyncGrpcClient) -> list[Figure]:
+    async def _prefix(self, server: TritonServer) -> Figure:
         size = self.options.prefix
-        pairs = await measure_prefix(client, self.prompts, size, self.options.repeats)
+        async with connect(server) as client:
+            await time_to_first_token(client, self.prompts.tokens(size))
+            pairs = await measure_prefix(client, self.prompts, size, self.options.repeats)
         ratio = statistics.median(warm / cold for cold, warm in pairs)
         details = {"cold_ms": [1e3 * cold for cold, _ in pairs], "warm_ms": [1e3 * warm for _, warm in pairs]}
-        return [Figure("prefix", f"{size} tokens", ratio, "of cold", PREFIX_BAR, details)]
+        return Figure("prefix", f"{size} tokens", ratio, "of cold", PREFIX_BAR, details)
 
-    async def _fairness(self, client: AsyncGrpcClient) -> list[Figure]:
-        figures = []
-        for num_streams in self.options.streams:
+    async def _fairness(self, server: TritonServer, num_streams: int) -> Figure:
+        options = self.options
+        async with connect(server) as client:
+            await time_to_first_token(client, self.prompts.tokens(100))
             seen = await measure_fairness(
-                client,
-                self.prompts,
-                num_streams,
-                self.options.prompt,
-                self.options.prompts,
-                self.options.drafter,
+                client, self.prompts, num_streams, options.prompt, options.prompts, options.drafter
             )
-            alone, beside = percentile(seen.alone, 99), percentile(seen.beside, 99)
-            details: dict[str, Any] = {"alone_p99_ms": 1e3 * alone, "beside_p99_ms": 1e3 * beside}
-            details |= {"alone_p50_ms": 1e3 * percentile(seen.alone, 50)}
-            details |= {"beside_p50_ms": 1e3 * percentile(seen.beside, 50)}
-            details |= {"prompt_ttft_ms": [1e3 * seconds for seconds in seen.ttft_s]}
-            details |= {"drafter": self.options.drafter, "prompt": self.options.prompt}
-            case = f"{num_streams} streams"
-            figures.append(Figure("fairness", case, beside / alone, "x", FAIRNESS_BAR, details))
-        return figures
+        alone, beside = percentile(seen.alone, 99), percentile(seen.beside, 99)
+        details: dict[str, Any] = {"alone_p99_ms": 1e3 * alone, "beside_p99_ms": 1e3 * beside}
+        details |= {"alone_p50_ms": 1e3 * percentile(seen.alone, 50)}
+        details |= {"beside_p50_ms": 1e3 * percentile(seen.beside, 50)}
+        details |= {"prompt_ttft_ms": [1e3 * seconds for seconds in seen.ttft_s]}
+        details |= {"drafter": options.drafter, "prompt": options.prompt}
+        return Figure("fairness", f"{num_streams} streams", beside / alone, "x", FAIRNESS_BAR, details)
+
+
+def connect(server: TritonServer) -> AsyncGrpcClient:
+    """A client of a server of ours."""
+    return AsyncGrpcClient(f"127.0.0.1:{server.options.grpc_port}", timeout=600)
 
 
 def show_table(figures: list[Figure]) -> Table:
@@ -204,6 +207,7 @@ def main() -> int:
         figures = []
         for figure in bench.run():
             figures.append(figure)
+            Console(stderr=True, highlight=False).print(f"{figure.measure} {figure.case}: {figure.value:.2f}")
             if options.out:
                 engine = _differing(bench.config)
                 with options.out.open("a", encoding="utf-8") as file:
