@@ -21,7 +21,7 @@ from angelspec_backend.engine.target import TargetEngine
 from families import COMMON, tiny_model
 
 MAX_NUM_SEQS, LONGEST = 8, 120
-POOL = {"num_blocks": 120, "block_size": 4}
+POOL = {"num_blocks": 64, "block_size": 4}
 
 
 class Load:
@@ -48,7 +48,7 @@ class Load:
         return GenerationRequest(
             tuple(prompt),
             SamplingParams(temperature=self.random.choice([0.0, 1.0]), seed=self.num_requests),
-            self.random.randint(1, 12),
+            self.random.randint(1, 40),
             drafter=self.random.choice([0, NO_DRAFTER]),
             num_draft_tokens=3,
         )
