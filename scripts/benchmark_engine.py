@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from angelspec_backend.core.messages import DraftOutput
-from angelspec_backend.engine import batch as batch_module
 from angelspec_backend.engine import native
 from angelspec_backend.engine import target as target_module
-from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.linear import PackedLinear, padded_rows
 from angelspec_backend.engine.llama import FusedLlama
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
@@ -77,7 +76,7 @@ class Stopwatch:
 
 def matmul_floor(model: FusedLlama, num_tokens: int, head: bool = True) -> Callable[[], None]:
     """All matrix products of a step and nothing else; a prompt's chunk needs no head."""
-    count = max(num_tokens, batch_module.MIN_TOKENS)
+    count = padded_rows(num_tokens)
 
     def inputs(linear: PackedLinear) -> torch.Tensor:
         return torch.randn(count, linear.in_features).to(model.dtype)

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
-
-MIN_TOKENS = 2
-"""Matrix kernels pick another order of summation for a single row, so no batch has just one."""
+from angelspec_backend.engine.linear import padded_rows
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ def pack(
 ) -> PackedBatch:
     """Lay a step out as one batch: per row its known tokens, then its draft tokens.
 
-    Logits are wanted at the last known token and at every draft of each sampling row.  A batch of
-    fewer than two tokens is padded with dummies that belong to no row and write to the null block.
+    Logits are wanted at the last known token and at every draft of each sampling row.  The batch is
+    padded to a row count of linear layers with dummies that belong to no row and write to the null block.
 
     rows: [num_rows] of ROW; token_ids: [sum(num_tokens)]; drafts: per row; block_table: [sum(num_blocks)].
     The arguments must be consistent, see ``check_step``.
@@ -57,7 +55,7 @@ def pack(
     row_of, offset = ragged(lens)  # [num_tokens] twice: its row, and its index within the row
     known_of = known[row_of]
 
-    padding = max(MIN_TOKENS - num_tokens, 0)
+    padding = padded_rows(num_tokens) - num_tokens
     ids = np.zeros(num_tokens + padding, np.int64)
     positions = np.zeros_like(ids)
     slots = np.zeros_like(ids)

@@ -127,7 +127,9 @@ class ModelRunner:
         Raises:
             ValueError: no such layer.
         """
-        return self.network.forward_with_taps(batch, self.pool, taps)
+        logits, states = self.network.forward_with_taps(batch, self.pool, taps)
+        count = int(batch.query_start[-1])  # what follows is padding
+        return logits, [state[:count] for state in states]
 
     def describe(self) -> dict[str, Any]:
         """What is served, for logs; values are JSON."""
