@@ -18,6 +18,7 @@ from angelspec_backend.core.block_manager import BlockManager, BlockTable
 from angelspec_backend.core.draft_policy import DraftPolicy
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
+from angelspec_backend.core.prefill_policy import PrefillPolicy
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
 from angelspec_backend.core.step import ScheduledRow
 
@@ -33,6 +34,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # known tokens that did not have to be computed
         self._policy = DraftPolicy(len(config.drafters))
+        self._prefill = PrefillPolicy(self._policy.times, config.max_slowdown)
         self._budget = self._feed_budget = 0  # tokens left in the step being planned
         self._blocks = BlockManager(config.num_blocks, config.block_size)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -90,6 +92,10 @@ class Scheduler:
             reserved -= 1
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
+        # Where most sequences wait for their first token, as after a burst, the others wait for them.
+        if rows and len(decoding) >= len(prefilling) + len(self.waiting):
+            num_decoded = self.config.max_batch_tokens - self._budget
+            self._budget = min(self._budget, self._prefill.limit(num_decoded))
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):
                 rows.append(row)
@@ -102,8 +108,12 @@ class Scheduler:
     def apply(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> list[TokenEvent]:
         """Take over what the target sampled in a step of so many seconds; sequences that ended leave."""
         events = []
-        if all(row.num_tokens == 1 for row in rows):
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
+        num_prompt = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        num_decoded = sum(row.num_tokens == 1 for row in rows) + int(output.draft_lens.sum())
+        if num_prompt:
+            self._prefill.observe(num_decoded, num_prompt, seconds)
+        else:
+            self._policy.observe_step(num_decoded, seconds)
         for row, new, drafted in zip(
             rows, split_rows(output.token_ids, output.lens), output.draft_lens.tolist(), strict=True
         ):
