@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from angelspec_backend.engine.attention import torch_paged_attention
-from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.runner import ModelRunner
 from families import tiny_model
 from test_attention import DTYPES, Case, make_case
@@ -30,10 +29,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def attend(case: Case) -> Tensor:
     """The kernel's result, on the CPU."""
-    moved = {f.name: getattr(case.batch, f.name).to(DEVICE) for f in fields(PackedBatch)}
+    moved = case.batch.with_tensors([tensor.to(DEVICE) for tensor in case.batch.tensors()])
     options = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.options.items()}
     tensors = (case.query.to(DEVICE), case.keys.to(DEVICE), case.values.to(DEVICE))
-    return Case(*tensors, PackedBatch(**moved), options).attend(triton_paged_attention).cpu()
+    return Case(*tensors, moved, options).attend(triton_paged_attention).cpu()
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -126,7 +125,10 @@ def test_scores_of_any_size_give_finite_results(dtype):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="paged_attention uses it there")
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_models_run_on_it(family, monkeypatch):
-    monkeypatch.setattr(hf_attention, "paged_attention", triton_paged_attention)
+    def attend(*args, batch_invariant, **options):
+        return triton_paged_attention(*args, **options)
+
+    monkeypatch.setattr(hf_attention, "paged_attention", attend)
     tokens = np.random.default_rng(0).integers(3, 190, 12)
     with torch.inference_mode():
         expected = tiny_model(family)(torch.from_numpy(tokens[None]), use_cache=False).logits[0]

@@ -7,7 +7,7 @@ visible only in its lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
+from angelspec_backend.engine.graph_shapes import GraphShape, GraphShapes
+from angelspec_backend.engine.upload import upload
 
 MIN_TOKENS = 2
 """Matrix kernels pick another order of summation for a single row, so no batch has just one."""
@@ -32,6 +34,18 @@ class PackedBatch:
     context_lens: Tensor  # [num_rows] int32, tokens before the row's first query (its position)
     block_table: Tensor  # [num_rows, max_blocks] int32, padded with 0
     logits_index: Tensor  # [num_logits] int64, where in the batch logits are wanted
+    max_query: int = 0  # tokens of the longest row
+    graph_shape: GraphShape | None = None  # what the batch was padded to, with rows of the null block
+    num_used: int = 0  # of such a batch, the tokens that are not padding: the first, each with its logits
+
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in a fixed order."""
+        return [getattr(self, field.name) for field in fields(self) if field.type == "Tensor"]
+
+    def with_tensors(self, tensors: list[Tensor]) -> PackedBatch:
+        """The same with other tensors, in the order of ``tensors``."""
+        names = [field.name for field in fields(self) if field.type == "Tensor"]
+        return replace(self, **dict(zip(names, tensors, strict=True)))
 
 
 def pack(
@@ -41,15 +55,18 @@ def pack(
     block_table: NDArray[np.int32],
     block_size: int,
     device: torch.device | str = "cpu",
+    shapes: GraphShapes | None = None,
 ) -> PackedBatch:
     """Lay a step out as one batch: per row its known tokens, then its draft tokens.
 
     Logits are wanted at the last known token and at every draft of each sampling row.  A batch of
     fewer than two tokens is padded with dummies that belong to no row and write to the null block.
+    A step that fits one of ``shapes`` is padded to it, with rows that read and write the null block.
 
     rows: [num_rows] of ROW; token_ids: [sum(num_tokens)]; drafts: per row; block_table: [sum(num_blocks)].
     The arguments must be consistent, see ``check_step``.
     """
+    shape = shapes.fit(rows, drafts.lens) if shapes else None
     known = rows["num_tokens"].astype(np.int64)  # [num_rows]
     lens = known + drafts.lens  # [num_rows]
     query_start = np.concatenate([[0], np.cumsum(lens)])  # [num_rows + 1]
@@ -57,11 +74,11 @@ def pack(
     row_of, offset = ragged(lens)  # [num_tokens] twice: its row, and its index within the row
     known_of = known[row_of]
 
-    padding = max(MIN_TOKENS - num_tokens, 0)
-    ids = np.zeros(num_tokens + padding, np.int64)
+    size = shape.num_tokens if shape else max(num_tokens, MIN_TOKENS)
+    ids = np.zeros(size, np.int64)
     positions = np.zeros_like(ids)
     slots = np.zeros_like(ids)
-    is_draft = np.zeros(num_tokens + padding, bool)
+    is_draft = np.zeros(size, bool)
     is_draft[:num_tokens] = offset >= known_of
     ids[:num_tokens][~is_draft[:num_tokens]] = token_ids
     ids[is_draft] = drafts.token_ids
@@ -71,18 +88,19 @@ def pack(
     block, within = np.divmod(positions[:num_tokens], block_size)
     slots[:num_tokens] = table[row_of, block].astype(np.int64) * block_size + within
     wanted = np.flatnonzero((offset >= known_of - 1) & (rows["sample"][row_of] == 1))
-
-    def to_device(array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    context = rows["num_computed"].astype(np.int32)
+    if shape:
+        missing = shape.num_rows - len(rows)
+        query_start = np.arange(shape.num_rows + 1) * shape.tokens_per_row
+        context = np.pad(context, (0, missing))
+        table = np.pad(table, ((0, missing), (0, shape.max_blocks - table.shape[1])))
+        wanted = np.arange(size)
+    arrays = [ids, positions, slots, query_start.astype(np.int32), context, table, wanted]
     return PackedBatch(
-        token_ids=to_device(ids),
-        positions=to_device(positions),
-        slot_mapping=to_device(slots),
-        query_start=to_device(query_start.astype(np.int32)),
-        context_lens=to_device(rows["num_computed"].astype(np.int32)),
-        block_table=to_device(table),
-        logits_index=to_device(wanted),
+        *upload(arrays, device),
+        max_query=int(lens.max(initial=0)),
+        graph_shape=shape,
+        num_used=num_tokens if shape else 0,
     )
 
 
