@@ -1,4 +1,4 @@
-"""What flash attention is called with, checked by the same signature in plain torch; its kernels need a GPU."""
+"""What flash attention is called with, checked by its signature in plain torch; its kernels need a GPU."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_a_token_of_no_row_gets_zeros(implementation):
 
 
 def test_it_is_tried_before_it_is_trusted(implementation, monkeypatch):
-    def supported(block_size: int, dtype: torch.dtype = torch.bfloat16, dims: tuple[int, int] = (64, 64)) -> bool:
+    def supported(
+        block_size: int, dtype: torch.dtype = torch.bfloat16, dims: tuple[int, int] = (64, 64)
+    ) -> bool:
         case = make_case([(20, 1)], dtype, dims=dims, block_size=block_size)
         return flash_supports(case.query, case.keys, case.values)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from families import COMMON, tiny_model
 
 BLOCK_SIZE, PER_ROW, MAX_ROWS = 4, 12, 9
 NUM_BLOCKS = 1 + MAX_ROWS * PER_ROW
-SHAPES = GraphShapes(BLOCK_SIZE, max_context=256, max_tokens=64)
+SHAPES = GraphShapes(BLOCK_SIZE, max_context=256, max_tokens=84)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -81,7 +83,7 @@ def test_a_padded_batch_has_its_shape_and_touches_nothing_but_the_null_block(num
 
 def test_steps_of_other_kinds_are_not_padded():
     def fits(**changes) -> bool:
-        rows, ids, drafts, table, size = verify_step(np.random.default_rng(0), 4, 2)
+        rows, _, drafts, *_ = verify_step(np.random.default_rng(0), 4, 2)
         for name, value in changes.items():
             (drafts.lens if name == "lens" else rows[name])[1] = value
         return SHAPES.fit(rows, drafts.lens) is not None
@@ -91,7 +93,8 @@ def test_steps_of_other_kinds_are_not_padded():
     assert not fits(sample=0)
     assert not fits(lens=1)
     rows, _, drafts, *_ = verify_step(np.random.default_rng(0), 9, 6)
-    assert SHAPES.fit(rows, drafts.lens) is None  # 12 * 7 tokens
+    assert SHAPES.fit(rows, drafts.lens).num_tokens == 84
+    assert replace(SHAPES, max_tokens=83).fit(rows, drafts.lens) is None
     assert SHAPES.fit(rows[:0], drafts.lens[:0]) is None
 
 
@@ -128,7 +131,9 @@ def test_replayed_steps_equal_steps_run_one_by_one(runner, monkeypatch):
         runs.append(batch.graph_shape)
         return runner.network.forward_with_taps(batch, runner.pool, taps)
 
-    graphs = CudaGraphs(forward, SHAPES, capture=lambda work: work)  # a replay is the same work on the same memory
+    graphs = CudaGraphs(
+        forward, SHAPES, capture=lambda work: work
+    )  # a replay is the same work on the same memory
     rng, taps, shapes = np.random.default_rng(0), (0, 2), []
     for num_rows, num_drafts in [(3, 2), (3, 2), (5, 0), (3, 2), (6, 0), (1, 5), (2, 3), (5, 0)]:
         step = verify_step(rng, num_rows, num_drafts)
@@ -136,7 +141,9 @@ def test_replayed_steps_equal_steps_run_one_by_one(runner, monkeypatch):
         logits, states = graphs.run(batch, taps)
         results = [each[: batch.num_used].clone() for each in (logits, *states)]
         expected, hidden = runner.forward_with_taps(pack(*step), taps)
-        for result, wanted in zip(results, (expected, *(each[: batch.num_used] for each in hidden)), strict=True):
+        for result, wanted in zip(
+            results, (expected, *(each[: batch.num_used] for each in hidden)), strict=True
+        ):
             assert torch.equal(result, wanted)
         shapes.append(batch.graph_shape)
     assert runs == shapes

@@ -23,7 +23,8 @@ from angelspec_backend.engine.triton_linear import SUM_BLOCK, linear_kernel, sum
 
 INTEGERS = ("block_table", "query_start", "context_lens")
 NUMBERS = ("num_rows", "first_tile", "max_blocks", "num_splits", "stride_token", "stride_head")
-SPECIAL = {"partial": "*fp32", "scale": "fp32"} | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(NUMBERS, "i32")
+SPECIAL = {**dict.fromkeys(INTEGERS, "*i32"), **dict.fromkeys(NUMBERS, "i32")}
+SPECIAL |= {"partial": "*fp32", "scale": "fp32"}
 
 def compile(kernel, dtype, **constants):
     options = {name: constants.pop(name) for name in ("num_stages",) if name in constants}

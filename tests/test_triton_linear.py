@@ -1,4 +1,4 @@
-"""The GPU's products and sums of one fixed order: on a GPU where there is one, else interpreted on the CPU."""
+"""The GPU's products and sums of one fixed order: on a GPU where there is one, else interpreted."""
 
 from __future__ import annotations
 
@@ -73,23 +73,31 @@ def test_only_products_of_weights_and_sums_along_rows_are_replaced():
         assert torch.equal(x.mean(-1), mean)
         assert torch.equal(torch.mean(x, dim=1, keepdim=True), mean[:, None])
         assert torch.equal(x.sum(dim=(-1,)), total)
-        results = (x.mean(0), x.sum(), (x > 0).sum(-1), x.sum(-1, dtype=torch.float64), x[None] @ weight.t()[None])
+        results = (
+            x.mean(0),
+            x.sum(),
+            (x > 0).sum(-1),
+            x.sum(-1, dtype=torch.float64),
+            x[None] @ weight.t()[None],
+        )
     others = (x.mean(0), x.sum(), (x > 0).sum(-1), x.sum(-1, dtype=torch.float64), x[None] @ weight.t()[None])
     assert all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
-    with FixedOrder("meta"):
-        assert torch.equal(x.mean(-1), others[0].new_tensor(x.mean(-1)) if False else x.mean(-1))
+    plain = x.mean(-1)
+    with FixedOrder("meta"):  # for tensors elsewhere
+        assert torch.equal(x.mean(-1), plain)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="models use it there")
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_models_run_on_it(family, monkeypatch):
+def test_a_model_runs_on_it(monkeypatch):
+    def model():
+        return tiny_model("qwen3", num_hidden_layers=1)
+
     tokens = torch.arange(3, 15)
     with torch.inference_mode():
-        expected = tiny_model(family)(tokens[None], use_cache=False).logits[0]
-        model = tiny_model(family)
+        expected = model()(tokens[None], use_cache=False).logits[0]
         with FixedOrder("cpu"):
-            logits = model(tokens[None], use_cache=False).logits[0]
+            logits = model()(tokens[None], use_cache=False).logits[0]
     assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
     monkeypatch.setattr(hf_model, "row_independent", lambda device, invariant: lambda: FixedOrder("cpu"))
     monkeypatch.setattr(hf_model, "pack_weights", lambda *args: None)
-    assert ModelRunner(tiny_model(family), num_blocks=32, block_size=4, fused=False).batch_invariant
+    assert ModelRunner(model(), num_blocks=32, block_size=4, fused=False).batch_invariant

@@ -7,7 +7,7 @@ visible only in its lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,23 @@ class PackedBatch:
     num_used: int = 0  # of such a batch, the tokens that are not padding: the first, each with its logits
 
     def tensors(self) -> list[Tensor]:
-        """Its tensors, in a fixed order."""
-        return [getattr(self, field.name) for field in fields(self) if field.type == "Tensor"]
+        """Its tensors, in the order of the fields."""
+        ends = [self.query_start, self.context_lens, self.block_table, self.logits_index]
+        return [self.token_ids, self.positions, self.slot_mapping, *ends]
+
+    @staticmethod
+    def of(
+        tensors: list[Tensor], max_query: int, graph_shape: GraphShape | None = None, num_used: int = 0
+    ) -> PackedBatch:
+        """A batch of tensors in the order of ``tensors``."""
+        ids, positions, slots, starts, context, table, wanted = tensors
+        return PackedBatch(
+            ids, positions, slots, starts, context, table, wanted, max_query, graph_shape, num_used
+        )
 
     def with_tensors(self, tensors: list[Tensor]) -> PackedBatch:
         """The same with other tensors, in the order of ``tensors``."""
-        names = [field.name for field in fields(self) if field.type == "Tensor"]
-        return replace(self, **dict(zip(names, tensors, strict=True)))
+        return self.of(tensors, self.max_query, self.graph_shape, self.num_used)
 
 
 def pack(
@@ -95,13 +105,9 @@ def pack(
         context = np.pad(context, (0, missing))
         table = np.pad(table, ((0, missing), (0, shape.max_blocks - table.shape[1])))
         wanted = np.arange(size)
-    arrays = [ids, positions, slots, query_start.astype(np.int32), context, table, wanted]
-    return PackedBatch(
-        *upload(arrays, device),
-        max_query=int(lens.max(initial=0)),
-        graph_shape=shape,
-        num_used=num_tokens if shape else 0,
-    )
+    starts = query_start.astype(np.int32)
+    on_device = upload([ids, positions, slots, starts, context, table, wanted], device)
+    return PackedBatch.of(on_device, int(lens.max(initial=0)), shape, num_tokens if shape else 0)
 
 
 def ragged(lens: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -68,7 +68,9 @@ def flash_paged_attention(
     # Only flash attention 2 wants to know where keys begin when a block table says it.
     starts = None
     if _implementation() == "FA2":
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * (max_blocks * block_size)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * (
+            max_blocks * block_size
+        )
     out = varlen_attn(
         query[:used],
         key_cache.transpose(1, 2),  # [num_blocks, block_size, num_kv_heads, dim], a view
@@ -121,14 +123,11 @@ def _works(
     width = -(-(_TRIAL_CONTEXT + 2) // block_size)
     query = normal(3, num_heads, dim)
     keys, values = (normal(1 + 2 * width, num_kv_heads, block_size, dim) for _ in range(2))
-    batch = PackedBatch(
-        *(torch.zeros(3, dtype=torch.int64, device=device) for _ in range(3)),
-        query_start=torch.tensor([0, 1, 3], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([3, _TRIAL_CONTEXT], dtype=torch.int32, device=device),
-        block_table=torch.arange(1, 1 + 2 * width, dtype=torch.int32, device=device).view(2, width),
-        logits_index=torch.arange(3, device=device),
-        max_query=2,
-    )
+    tokens = torch.arange(3, device=device)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    context = torch.tensor([3, _TRIAL_CONTEXT], dtype=torch.int32, device=device)
+    table = torch.arange(1, 1 + 2 * width, dtype=torch.int32, device=device).view(2, width)
+    batch = PackedBatch(tokens, tokens, tokens, starts, context, table, tokens, max_query=2)
     try:
         out = flash_paged_attention(query, keys, values, batch, dim**-0.5)
     except (RuntimeError, TypeError, ImportError, AttributeError, NotImplementedError) as error:

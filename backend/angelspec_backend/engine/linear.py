@@ -65,7 +65,8 @@ class PackedLinear(nn.Module):
     """``F.linear`` with row-independent results.
 
     weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
-    the weight is kept; elsewhere ``F.linear`` is called, which ``FixedOrder`` replaces on a GPU.  quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
+    the weight is kept; elsewhere ``F.linear`` is called, which ``FixedOrder`` replaces on a GPU.
+    quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none") -> None:

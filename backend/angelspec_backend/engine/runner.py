@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from angelspec_backend.engine.loader import (
     model_max_context,
 )
 from angelspec_backend.engine.self_check import SelfCheckError, check_batching
+
+_log = logging.getLogger(__name__)
 
 
 class Network(Protocol):
@@ -88,6 +91,8 @@ class ModelRunner:
             raise LoadError(f"{self.architecture} is not supported: {error}") from None
         except (MemoryError, QuantizationError) as error:
             raise LoadError(str(error)) from None
+        if batch_invariant and not self.batch_invariant:
+            _log.warning("%s: logits depend on the batch; a text may too, at near ties", self.architecture)
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = CudaGraphs(self._eager, GraphShapes(block_size, self.max_context))
 

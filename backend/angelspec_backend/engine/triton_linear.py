@@ -118,7 +118,7 @@ def fixed_order_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def fixed_order_sum(x: Tensor, *, keepdim: bool = False, mean: bool = False) -> Tensor:
-    """The sum or mean over the last dimension.  x: [..., n] of floats -> [...] or [..., 1], in fp32 inside."""
+    """The sum or mean over the last dimension, in fp32.  x: [..., n] of floats -> [...] or [..., 1]"""
     columns = x.shape[-1]
     out = x.new_empty(x.shape[:-1])
     if out.numel():
