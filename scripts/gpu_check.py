@@ -22,10 +22,10 @@ import torch
 
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
-from benchmark_engine import BLOCK_SIZE
 from benchmark_options import counts
 from benchmark_prompts import DEFAULT_PROMPTS, load_prompts
 from benchmark_report import describe_machine
+from benchmark_steps import BLOCK_SIZE
 from gpu_generation import compare_generation
 from gpu_kernels import check_attention, check_products
 from gpu_steps import check_graphs, step_times, weight_bytes

@@ -17,7 +17,7 @@ from angelspec_backend.engine.attention import Attention, paged_attention
 from angelspec_backend.engine.batch import PackedBatch, pack
 from angelspec_backend.engine.flash_attention import FA2_BLOCK, flash_paged_attention, flash_supports
 from angelspec_backend.engine.torch_attention import sdpa_paged_attention, torch_paged_attention
-from benchmark_engine import median_seconds
+from benchmark_steps import median_seconds
 from gpu_steps import synchronized
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

@@ -14,7 +14,7 @@ from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.graph_shapes import GraphShapes
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
-from benchmark_engine import BLOCK_SIZE, make_step, median_seconds
+from benchmark_steps import BLOCK_SIZE, make_step, median_seconds
 
 
 def synchronized(function: Callable[[], Any], device: str) -> Callable[[], None]:
