@@ -104,6 +104,7 @@ class Paged:
     batch: PackedBatch
     pool: KVPool
     layer_of: Mapping[nn.Module, int]
+    batch_invariant: bool = True  # on a GPU: whether a faster attention that is not may be taken
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer = self.layer_of[call.module]
@@ -117,6 +118,7 @@ class Paged:
             sliding_window=call.sliding_window,
             softcap=call.softcap,
             sinks=call.sinks,
+            batch_invariant=self.batch_invariant,
         )
 
 

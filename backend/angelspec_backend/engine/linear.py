@@ -30,10 +30,11 @@ them: kernels pick another order of summation for it."""
 
 
 class PackedLinear(nn.Module):
-    """``F.linear`` with row-independent results on the CPU; elsewhere ``F.linear`` itself.
+    """``F.linear`` with row-independent results.
 
     weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
-    the weight is kept.  quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
+    the weight is kept; elsewhere ``F.linear`` is called, which ``FixedOrder`` replaces on a GPU.
+    quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none") -> None:

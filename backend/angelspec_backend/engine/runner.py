@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 
 from angelspec_backend.engine import llama
 from angelspec_backend.engine.batch import PackedBatch
+from angelspec_backend.engine.cuda_graphs import CudaGraphs
+from angelspec_backend.engine.graph_shapes import GraphShapes
 from angelspec_backend.engine.hf_attention import UnsupportedAttention
 from angelspec_backend.engine.hf_model import HuggingFaceModel
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
@@ -23,6 +26,8 @@ from angelspec_backend.engine.loader import (
     model_max_context,
 )
 from angelspec_backend.engine.self_check import SelfCheckError, check_batching
+
+_log = logging.getLogger(__name__)
 
 
 class Network(Protocol):
@@ -39,6 +44,7 @@ class ModelRunner:
     """Runs a causal LM over packed batches, with the keys and values of all sequences in one pool.
 
     ``batch_invariant`` says whether a row's logits have the same bits alone and in any batch.
+    ``graph_shapes``: what ``pack`` may pad a step to, so that it is replayed as a CUDA graph; None: nothing.
     """
 
     def __init__(
@@ -50,12 +56,16 @@ class ModelRunner:
         max_context: int = 0,
         fused: bool = True,
         quantization: str = "none",
+        batch_invariant: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         """Take over a loaded model; its weights are repacked.
 
         max_context: longest sequence in tokens; 0: what the model supports.  fused: use the fast path
         for architectures that have one; the generic network is the same model, slower.
         quantization: "none", or "int8" for linear layers with 8-bit weights.
+        batch_invariant: False lets a GPU use faster kernels whose rounding depends on the batch.
+        cuda_graphs: on a GPU, replay verify steps as graphs.
 
         Raises:
             LoadError: the model cannot be served, and why.
@@ -72,14 +82,19 @@ class ModelRunner:
         try:
             if quantization != "none":
                 check_supported(self.dtype, self.device)
-            self.network = self._build(model, fused)
+            self.network = self._build(model, fused, batch_invariant)
             specs = self.network.layer_specs()
             self.pool = KVPool.allocate(specs, num_blocks, block_size, self.dtype, self.device)
+            self._graphs: CudaGraphs | None = None
             self.batch_invariant = self._check()
         except (UnsupportedAttention, SelfCheckError) as error:
             raise LoadError(f"{self.architecture} is not supported: {error}") from None
         except (MemoryError, QuantizationError) as error:
             raise LoadError(str(error)) from None
+        if batch_invariant and not self.batch_invariant:
+            _log.warning("%s: logits depend on the batch; a text may too, at near ties", self.architecture)
+        if cuda_graphs and self.device.type == "cuda":
+            self._graphs = CudaGraphs(self._eager, GraphShapes(block_size, self.max_context))
 
     @classmethod
     def from_pretrained(
@@ -93,6 +108,8 @@ class ModelRunner:
         max_context: int = 0,
         fused: bool = True,
         quantization: str = "none",
+        batch_invariant: bool = True,
+        cuda_graphs: bool = True,
     ) -> ModelRunner:
         """Load ``path``, a local folder or a Hugging Face id.
 
@@ -107,7 +124,14 @@ class ModelRunner:
             max_context=max_context,
             fused=fused,
             quantization=quantization,
+            batch_invariant=batch_invariant,
+            cuda_graphs=cuda_graphs,
         )
+
+    @property
+    def graph_shapes(self) -> GraphShapes | None:
+        """See the class."""
+        return self._graphs.shapes if self._graphs else None
 
     @property
     def num_layers(self) -> int:
@@ -116,20 +140,28 @@ class ModelRunner:
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Compute a batch and store its keys and values.  Returns logits [num_logits, vocab_size]."""
-        return self.network.forward_with_taps(batch, self.pool, ())[0]
+        return self.forward_with_taps(batch, ())[0]
 
     def forward_with_taps(self, batch: PackedBatch, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """``forward``, and the hidden states of some layers.
 
         taps: id l is the output of decoder layer l, counted from 0, before the final norm.
-        Returns logits [num_logits, vocab_size] and per tap hidden states [num_tokens, hidden].
+        Returns logits [num_logits, vocab_size] and per tap hidden states [num_tokens, hidden]; those of a
+        CUDA graph only until the next call.
 
         Raises:
             ValueError: no such layer.
         """
-        logits, states = self.network.forward_with_taps(batch, self.pool, taps)
-        count = int(batch.query_start[-1])  # what follows is padding
-        return logits, [state[:count] for state in states]
+        if batch.graph_shape is None or self._graphs is None:
+            logits, states = self._eager(batch, taps)
+        else:
+            logits, states = self._graphs.run(batch, taps)
+        if batch.graph_shape is not None:  # every token of such a batch has logits
+            logits = logits[: batch.num_used]
+        return logits, [each[: batch.num_used] for each in states]
+
+    def _eager(self, batch: PackedBatch, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        return self.network.forward_with_taps(batch, self.pool, taps)
 
     def describe(self) -> dict[str, Any]:
         """What is served, for logs; values are JSON."""
@@ -147,12 +179,13 @@ class ModelRunner:
             "block_size": self.pool.block_size,
             "kv_bytes_per_token": self.pool.bytes_per_token,
             "batch_invariant": self.batch_invariant,
+            "cuda_graphs": self._graphs is not None,
         }
 
-    def _build(self, model: PreTrainedModel, fused: bool) -> Network:
+    def _build(self, model: PreTrainedModel, fused: bool, batch_invariant: bool) -> Network:
         if fused and llama.supports(model.config, self.dtype, self.device):
             return llama.FusedLlama(model, self.max_context, self.quantization)
-        return HuggingFaceModel(model, self.quantization)
+        return HuggingFaceModel(model, self.quantization, batch_invariant)
 
     def _check(self) -> bool:
         return check_batching(

@@ -28,7 +28,8 @@ class TargetEngine:
         """
         runner, pool, rows = self.runner, self.runner.pool, step.rows
         check_step(step, drafts, pool.num_blocks, pool.block_size, runner.vocab_size, runner.max_context)
-        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, runner.device)
+        device, shapes = runner.device, runner.graph_shapes
+        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, device, shapes)
         logits = runner.forward(batch)  # [num_samples, vocab_size]
 
         # A sampling row has one sample behind its last known token and one behind each of its drafts.
