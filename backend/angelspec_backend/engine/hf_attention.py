@@ -18,12 +18,9 @@ from transformers import AttentionInterface
 from angelspec_backend.engine.attention import paged_attention
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
+from angelspec_backend.engine.loader import UnsupportedAttention
 
 ATTENTION_NAME = "angelspec"
-
-
-class UnsupportedAttention(ValueError):
-    """The model asks for attention that this engine does not compute."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from angelspec_backend.engine.hf_attention import (
     Attend,
     Paged,
     Recorder,
-    UnsupportedAttention,
     decoder_layers,
 )
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
+from angelspec_backend.engine.loader import UnsupportedAttention
 from angelspec_backend.engine.packing import pack_weights
 from angelspec_backend.engine.row_independent import row_independent
 

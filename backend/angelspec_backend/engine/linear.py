@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 ROW_RANGES = ((2, 512), (2, 256), (2, 128), (2, 64), (2, 32), (16, 16))
 """Row counts (lowest, highest) that one kernel call may get, best first; the last is one fixed shape."""
 
-ROW_COUNTS = (2, 4, 8, *range(16, 129, 16), *range(160, 513, 32))
+ROW_COUNTS = (2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 """Row counts that kernels are called with; others are padded.  For every count it meets oneDNN takes
 milliseconds to make code and buffers, about 0.5 MB a shape, and keeps them.  One row alone is none of
 them: kernels pick another order of summation for it."""

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from angelspec_backend.engine import checkpoint as checkpoints
 from angelspec_backend.engine import llama
 from angelspec_backend.engine.batch import PackedBatch
+from angelspec_backend.engine.checkpoint import Checkpoint
 from angelspec_backend.engine.cuda_graphs import CudaGraphs
 from angelspec_backend.engine.graph_shapes import GraphShapes
-from angelspec_backend.engine.hf_attention import UnsupportedAttention
-from angelspec_backend.engine.hf_model import HuggingFaceModel
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
 from angelspec_backend.engine.linear_int8 import QuantizationError, check_supported
 from angelspec_backend.engine.loader import (
     LoadError,
+    UnsupportedAttention,
     check_model,
-    eos_token_ids,
     load_model,
     model_max_context,
 )
 from angelspec_backend.engine.self_check import SelfCheckError, check_batching
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Checkpoint,
         *,
         num_blocks: int,
         block_size: int,
@@ -59,7 +61,7 @@ class ModelRunner:
         batch_invariant: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
-        """Take over a loaded model; its weights are repacked.
+        """Take over a loaded model, whose weights are repacked, or one that the fast path is to build.
 
         max_context: longest sequence in tokens; 0: what the model supports.  fused: use the fast path
         for architectures that have one; the generic network is the same model, slower.
@@ -70,19 +72,26 @@ class ModelRunner:
         Raises:
             LoadError: the model cannot be served, and why.
         """
-        check_model(model, max_context)
-        supported = model_max_context(model.config)
+        if not isinstance(model, Checkpoint):
+            check_model(model, max_context)
+        source = model if isinstance(model, Checkpoint) else checkpoints.of_model(model)
+        supported = model_max_context(source.config)
         if max_context > supported:
             raise LoadError(f"max_context is {max_context}, but this model allows at most {supported}")
-        self.architecture = type(model).__name__
+        self.architecture = source.architecture
         self.max_context = max_context or supported
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.eos_token_ids = eos_token_ids(model)
-        self.device, self.dtype, self.quantization = model.device, model.dtype, quantization
+        self.vocab_size = int(source.config.get_text_config().vocab_size)
+        self.eos_token_ids = source.eos_token_ids
+        self.device, self.dtype, self.quantization = source.device, source.dtype, quantization
         try:
             if quantization != "none":
                 check_supported(self.dtype, self.device)
-            self.network = self._build(model, fused, batch_invariant)
+            if isinstance(model, Checkpoint) or (fused and llama.can_build(source)):
+                self.network: Network = llama.FusedLlama(source, self.max_context, quantization)
+            else:
+                from angelspec_backend.engine.hf_model import HuggingFaceModel  # imports much of transformers
+
+                self.network = HuggingFaceModel(model, quantization, batch_invariant)
             specs = self.network.layer_specs()
             self.pool = KVPool.allocate(specs, num_blocks, block_size, self.dtype, self.device)
             self._graphs: CudaGraphs | None = None
@@ -116,9 +125,9 @@ class ModelRunner:
         Raises:
             LoadError: the model cannot be loaded or served, and why.
         """
-        model = load_model(path, dtype, device, max_context)
-        return cls(
-            model,
+        files = checkpoints.of_files(path, dtype, max_context) if fused and device == "cpu" else None
+        runner = cls(
+            files if files and llama.can_build(files) else load_model(path, dtype, device, max_context),
             num_blocks=num_blocks,
             block_size=block_size,
             max_context=max_context,
@@ -127,6 +136,8 @@ class ModelRunner:
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs,
         )
+        checkpoints.release_memory()
+        return runner
 
     @property
     def graph_shapes(self) -> GraphShapes | None:
@@ -181,11 +192,6 @@ class ModelRunner:
             "batch_invariant": self.batch_invariant,
             "cuda_graphs": self._graphs is not None,
         }
-
-    def _build(self, model: PreTrainedModel, fused: bool, batch_invariant: bool) -> Network:
-        if fused and llama.supports(model.config, self.dtype, self.device):
-            return llama.FusedLlama(model, self.max_context, self.quantization)
-        return HuggingFaceModel(model, self.quantization, batch_invariant)
 
     def _check(self) -> bool:
         return check_batching(
