@@ -1,4 +1,4 @@
-"""What a trained drafter is: its kind, its sizes and every convention it was trained in, as explicit fields."""
+"""What a trained drafter is: its kind, its sizes, and each convention it was trained in as a field."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ class DrafterSpec:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that one block of a block drafter gives: slot 0 gives none in the same-position convention."""
+        """Tokens one block gives: in the same-position convention slot 0, the anchor's, gives none."""
         return self.block_size - 1 + self.label_shift
