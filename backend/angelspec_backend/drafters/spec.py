@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from angelspec_backend.drafters.layers import LayerShape
+from angelspec_backend.drafters.moe import MoeShape
 
 BLOCK_KINDS = ("dflash", "dflare", "dfly", "dspark")
 """Draft a whole block in one pass."""
@@ -46,6 +47,15 @@ class DrafterSpec:
     markov_kind: str = "vanilla"  # of MARKOV_KINDS
     confidence_head: bool = False  # DSpark
     confidence_with_markov: bool = True  # the confidence head also sees the Markov embedding
+
+    # Chain drafters.
+    num_steps: int = 0  # drafts it was trained for; 0: the checkpoint does not say
+    postnorm_input: bool = True  # MTP: reads the last hidden state behind the target's final norm
+    moe: MoeShape | None = None  # MTP: a mixture of experts in place of the MLP
+    fc_norm: bool = False  # EAGLE-3: an RMSNorm on each tap
+    norm_before_fc: bool = False  # EAGLE-3: an RMSNorm on all taps together
+    norm_before_residual: bool = False  # EAGLE-3: the residual stream begins behind hidden_norm
+    norm_output: bool = False  # EAGLE-3: the next step is fed the output behind the final norm
 
     target: TargetIdentity = TargetIdentity()
 
@@ -89,5 +99,10 @@ class DrafterSpec:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens one block gives: in the same-position convention slot 0, the anchor's, gives none."""
+        """Tokens one block gives: in the same-position convention slot 0, the anchor's, gives none.
+
+        For a chain drafter, the steps it was trained for.
+        """
+        if self.kind in CHAIN_KINDS:
+            return self.num_steps
         return self.block_size - 1 + self.label_shift
