@@ -188,7 +188,7 @@ def check_eagle3_loss(
     index = draft_index(network.vocab.target_ids, head.shape[0])
     for number, step in enumerate(unroll(network, hidden_states, tokens, 3)):
         rows = step_rows(tokens, mask, number, mask_shift=0)
-        # Behind the end the teacher's hidden state is zero, and such rows may count (its mask is not shifted).
+        # Behind the end the teacher is a hidden state of zeros; the mask is not shifted, so such rows may count.
         at_row = shift_left(vectors["in.train_last_hidden"], number + 1) @ head.T  # [seq, vocab]
         terms = position_terms(
             _logits(step),
