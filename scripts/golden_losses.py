@@ -45,8 +45,7 @@ OPTIONS = {  # names in the vectors: ours
     "e2e_tv_loss_weight": "e2e_weight",
     "confidence_head_alpha": "confidence_weight",
 }
-PARTS = {"ce_loss": "ce", "l1_loss": "l1", "kl_loss": "kl", "lk_loss": "lk", "e2e_tv_loss": "e2e_tv"}
-PARTS["confidence_loss"] = "confidence"
+PARTS = {f"{name}_loss": name for name in ("ce", "l1", "kl", "lk", "e2e_tv", "confidence")}
 
 
 def block_objective(options: dict[str, Any]) -> BlockObjective:

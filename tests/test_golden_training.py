@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from golden_losses import check_losses
 from golden_masks import check_chat_mask, check_masks
 

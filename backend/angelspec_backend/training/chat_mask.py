@@ -112,7 +112,9 @@ def encode_conversation(
     Raises ValueError if the template does not show where a turn begins and ends, or the tokenizer does not
     say which characters a token stands for.
     """
-    template = tokenizer.get_chat_template(tools=template_options.get("tools"))
+    template = tokenizer.get_chat_template(
+        template_options.get("chat_template"), template_options.get("tools")
+    )
     if "generation %}" in template or "generation -%}" in template:
         encoded = tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True, **template_options
