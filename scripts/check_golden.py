@@ -22,11 +22,28 @@ from rich.table import Table
 from angelspec_backend.drafters.spec import BLOCK_KINDS, CHAIN_KINDS
 from golden_blocks import check_blocks
 from golden_chain import check_chain
-from golden_compare import Compare, Comparison, Comparisons
+from golden_compare import Comparison, Comparisons
+from golden_losses import check_losses
+from golden_masks import check_chat_mask, check_masks
+from golden_rows import Row
 
-CHECKS: Mapping[str, Callable[[Path, Compare], None]] = {
+
+def _noting(rows_of: Callable[[Path], list[Row]]) -> Callable[[Path, Comparisons], None]:
+    """A check that gives rows as one that reports comparisons."""
+
+    def check(folder: Path, compare: Comparisons) -> None:
+        for name, error, tolerance in rows_of(folder):
+            compare.note(name, error, tolerance)
+
+    return check
+
+
+CHECKS: Mapping[str, Callable[[Path, Comparisons], None]] = {
     **dict.fromkeys(BLOCK_KINDS, check_blocks),
     **dict.fromkeys(CHAIN_KINDS, check_chain),
+    "losses": _noting(check_losses),
+    "masks": _noting(check_masks),
+    "chat_mask": _noting(check_chat_mask),
 }
 """What checks a folder, by its family."""
 
@@ -67,7 +84,9 @@ def results_table(results: list[Comparison], verbose: bool) -> Table:
 
 
 def _figures(each: Comparison) -> tuple[str, str, str, str]:
-    allowed = "exact" if each.tolerance is None else f"{each.tolerance[0]:g} + {each.tolerance[1]:g} rel."
+    allowed = "exact"
+    if each.tolerance is not None:
+        allowed = f"{each.tolerance[0]:g}" + (f" + {each.tolerance[1]:g} rel." if each.tolerance[1] else "")
     return f"{each.error:.2g}", allowed, "ok" if each.passed else "[red]FAILED", each.remark
 
 

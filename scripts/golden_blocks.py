@@ -18,6 +18,7 @@ from angelspec_backend.training.losses import position_terms
 from angelspec_backend.training.masks import block_mask
 from angelspec_backend.training.objectives import BlockLoss, BlockObjective, block_loss
 from golden_compare import GRADIENT, HIDDEN, LOSS, Compare
+from golden_losses import block_objective
 
 Vectors = dict[str, Tensor]
 
@@ -104,7 +105,7 @@ def check_training(
     inside = labels_at.clamp(max=len(ids) - 1)
     valid = keep[:, None] & (labels_at < len(ids)) & (vectors["in.train_loss_mask"][inside] > 0)
     teacher = vectors["in.train_last_hidden"][inside - 1] @ head.T
-    loss, hits, ce = losses(slots, ids[inside], teacher, valid, objective(options))
+    loss, hits, ce = losses(slots, ids[inside], teacher, valid, block_objective(options))
     compare("loss", loss.total, vectors["out.train_loss"], LOSS)
     for part, name in (("l1", "l1"), ("kl", "kl"), ("lk", "lk"), ("ce", "ce"), ("confidence", "confidence")):
         # AngelSpec reports 0 for a term that it does not use.
@@ -137,21 +138,3 @@ def losses(
     terms = terms.view(*valid.shape)
     confidence = None if slots.confidence is None else slots.confidence[0]
     return block_loss(terms, valid, chosen, confidence), terms.hit, terms.ce.detach()
-
-
-def objective(options: dict[str, Any]) -> BlockObjective:
-    """AngelSpec's options as an objective of this project."""
-    return BlockObjective(
-        weighting=options["loss_objective"],
-        decay_gamma=options.get("loss_decay_gamma"),
-        dpace_alpha=options.get("dpace_alpha", 0.5),
-        dpace_over_masked=True,
-        ce_weight=options.get("ce_loss_alpha", 1.0),
-        l1_weight=options.get("l1_loss_alpha", 0.0),
-        kl_weight=options.get("kl_loss_weight", 0.0),
-        kl_topk=options.get("kl_topk", 10),
-        lk_weight=options.get("lk_loss_weight", 0.0),
-        lk_type=options.get("lk_loss_type", "hybrid"),
-        lk_eta=options.get("lk_eta", 3.0),
-        confidence_weight=options.get("confidence_head_alpha", 0.0),
-    )
