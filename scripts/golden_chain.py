@@ -108,7 +108,7 @@ def check_experts(network: Any, vectors: dict[str, Tensor], compare: Compare) ->
 def objective(options: dict[str, Any]) -> StepObjective:
     """A case of the MTP losses as an objective of this project."""
     form, top = options.get("single_step_form"), int(options.get("kl_topk", 0))
-    distill = form or (("topk_kl" if top else "kl") if options.get("use_kl") else "none")
+    distill: Any = form or (("topk_kl" if top else "kl") if options.get("use_kl") else "none")
     return StepObjective(
         distill=distill,
         support=top if form else 0,

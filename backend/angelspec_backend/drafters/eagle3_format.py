@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints of AngelSpec, SpecForge, AngelSlim, vLLM and speculators, whose names and ids differ."""
+"""EAGLE-3 checkpoints of AngelSpec, SpecForge, AngelSlim, vLLM and speculators: one network, many names."""
 
 from __future__ import annotations
 
