@@ -2,8 +2,8 @@
 
 The context keys and values of position p lie at position p of the drafter's own pool, under the target's
 block table.  A block writes its own behind them, at the anchor's position A to A + block_size - 1, and the
-next feed overwrites them.  In a block every slot sees every other: each is a row of attention over the context
-and the whole block, all of whose keys and values are stored before the first of them attends.
+next feed overwrites them.  In a block every slot sees every other: each is a row of attention over the
+context and the whole block, all of whose keys and values are stored before the first of them attends.
 """
 
 from __future__ import annotations
@@ -180,9 +180,8 @@ class _Choice:
         self._vocab = network.vocab
         self._rows = SamplingRows.from_rows(rows, np.ones(len(rows), np.int64), anchors + 1)
 
-    def __call__(self, logits: Tensor, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [m, draft_vocab]; block, index: [m] -> [m] twice"""
-        blocks = block.cpu().numpy()
-        rows = self._rows[blocks]
-        rows.position[:] += index.cpu().numpy()
+    def __call__(self, logits: Tensor, block: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
+        """logits: [m, draft_vocab]; block: [m]; index: [m] or one for all -> [m] twice"""
+        rows = self._rows[block.cpu().numpy()]
+        rows.position[:] += index if isinstance(index, int) else index.cpu().numpy()
         return choose_tokens(logits, rows, self._vocab)
