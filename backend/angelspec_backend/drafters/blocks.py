@@ -88,11 +88,18 @@ class BlockNetwork(BlockBackbone):
         confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedded)
         return Slot(logits, confidence, state)
 
-    def teacher_forced(self, hidden: Tensor, previous_ids: Tensor) -> Slot:
-        """The head at all slots, the tokens before them given.
+    def drafting(self, hidden: Tensor) -> Tensor:
+        """The slots that draft: all but the anchor's where it predicts itself.
 
-        hidden: [..., block_size, hidden]; previous_ids: [..., block_size] -> logits [..., block_size,
-        draft_vocab].  A recurrent state begins at the first drafted slot, as it does in ``draft``.
+        [..., block_size, hidden] -> [..., num_drafts, hidden]
+        """
+        return hidden[..., 1 - self.spec.label_shift :, :]
+
+    def teacher_forced(self, hidden: Tensor, previous_ids: Tensor) -> Slot:
+        """The head at all drafting slots, the tokens before them given.
+
+        hidden: [..., num_drafts, hidden]; previous_ids: [..., num_drafts] -> logits [..., num_drafts,
+        draft_vocab].
         """
         base = self.base_logits(hidden)
         if self.markov_head is None or not self.markov_head.recurrent:
@@ -100,13 +107,13 @@ class BlockNetwork(BlockBackbone):
         assert base is not None
         slots: list[Slot] = []
         for k in range(hidden.shape[-2]):
-            state = slots[-1].state if k > 1 - self.spec.label_shift else None
+            state = slots[-1].state if slots else None
             slots.append(self.slot(hidden[..., k, :], base[..., k, :], previous_ids[..., k], state))
         confidences = [slot.confidence for slot in slots if slot.confidence is not None]
         return Slot(
             torch.stack([slot.logits for slot in slots], -2),
             torch.stack(confidences, -1) if confidences else None,
-            None,
+            slots[-1].state,
         )
 
     def draft(
@@ -120,7 +127,7 @@ class BlockNetwork(BlockBackbone):
         probability), both [num_blocks, max(lens)], with zeros behind a block's own length.
         """
         choose = choose or self.greedy
-        hidden = hidden[:, 1 - self.spec.label_shift :]
+        hidden = self.drafting(hidden)
         if lens is None:
             lens = torch.full((len(hidden),), hidden.shape[1], device=hidden.device)
         width = int(lens.max()) if len(lens) else 0
