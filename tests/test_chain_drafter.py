@@ -115,13 +115,13 @@ def test_drafts_are_sampled_with_the_noise_of_their_positions():
     serving, network = Serving(kind), random_chain(kind)
     text, states = random_text(kind, 0)
     newest = 9
-    case = {"slot": 0, "num_fed": 0, "num_feed": newest, "num_draft_tokens": 1, "temperature": 1.5}
+    case = {"slot": 0, "num_fed": 0, "num_feed": newest, "num_draft_tokens": 1, "temperature": 6}
     with torch.no_grad():
         logits = unroll(network, states, torch.from_numpy(text), 1)[0].logits[newest - 1][None]
     seen = set()
     for seed in range(20):
         row = np.zeros(1, ROW)
-        row["seed"], row["temperature"], row["top_p"] = seed, 1.5, 1
+        row["seed"], row["temperature"], row["top_p"] = seed, 6, 1
         params = SamplingRows.from_rows(row, np.ones(1, int), np.array([newest + 1]))
         expected = sample(network.vocab.spread(logits), params).tolist()
         tokens, confidence = serving.draft([{**case, "seed": seed, "text": text, "states": states}])[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from angelspec_backend.drafters.chain import FrozenHead
 from angelspec_backend.drafters.layers import Attend, Attention, RMSNorm, Rotary, SwiGLU
-from angelspec_backend.drafters.moe import Router
+from angelspec_backend.drafters.moe import MixtureOfExperts, Router
 from angelspec_backend.engine import native
 from angelspec_backend.engine.linear import PackedLinear
 
@@ -46,11 +46,12 @@ class PackedNorm(nn.Module):
 class PackedSwiGLU(nn.Module):
     """``SwiGLU`` with gate and up as one product."""
 
-    def __init__(self, mlp: SwiGLU, quantization: str) -> None:
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, quantization: str) -> None:
+        """gate, up: [intermediate, input_size]; down: [hidden, intermediate]"""
         super().__init__()
-        both = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        both = torch.cat([gate.detach(), up.detach()])
         self.gate_up = PackedLinear(both, None, quantization)
-        self.down = PackedLinear(mlp.down_proj.weight, None, quantization)
+        self.down = PackedLinear(down.detach(), None, quantization)
         self.native = native.supports(both.dtype, both.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,6 +105,25 @@ class PackedRouter(nn.Module):
         return torch.sigmoid(self.gate(x.float()))
 
 
+class PackedMixture(nn.Module):
+    """``MixtureOfExperts`` with packed experts."""
+
+    def __init__(self, mixture: MixtureOfExperts, quantization: str) -> None:
+        super().__init__()
+        projections = [getattr(mixture, f"experts_{name}_proj").data.mT for name in ("gate", "up", "down")]
+        self.experts = nn.ModuleList(
+            PackedSwiGLU(*(weight.contiguous() for weight in expert), quantization)
+            for expert in zip(*projections, strict=True)
+        )
+        for name in ("gate", "up", "down"):
+            delattr(mixture, f"experts_{name}_proj")
+        self.mixture = pack_network(mixture, quantization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, hidden] -> [n, hidden]"""
+        return self.mixture(x, lambda index, mine: self.experts[index](mine))
+
+
 def pack_network(network: Network, quantization: str = "none") -> Network:
     """Replace the modules of a network, in place, by faster ones.  It can be served then, not trained.
 
@@ -124,7 +144,11 @@ def _packed(module: nn.Module, quantization: str) -> nn.Module | None:
     if type(module) is Attention:
         return PackedAttention(module, quantization)
     if type(module) is SwiGLU:
-        return PackedSwiGLU(module, quantization)
+        return PackedSwiGLU(
+            module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, quantization
+        )
+    if type(module) is MixtureOfExperts:
+        return PackedMixture(module, quantization)
     if type(module) is Router:
         return PackedRouter(module)
     if isinstance(module, RMSNorm):
