@@ -86,6 +86,12 @@ class PackedAttention(nn.Module):
         """x: [n, width] -> [n, hidden]"""
         return self.out(cast(FusedAttend, attend).fused(layer, self.qkv(x), rotary, self))
 
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys behind their norms, if the layer has these.  [n, heads, head_dim] each"""
+        if self.query_norm is None or self.key_norm is None:
+            return query, key
+        return _rms_norm(query, self.query_norm, self.eps), _rms_norm(key, self.key_norm, self.eps)
+
 
 class PackedRouter(nn.Module):
     """``Router`` with a packed gate, in fp32 as well."""
@@ -150,3 +156,8 @@ def _packed(module: nn.Module, quantization: str) -> nn.Module | None:
     if isinstance(module, (nn.Linear, FrozenHead)):
         return PackedLinear(module.weight, getattr(module, "bias", None), quantization)
     return None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -33,41 +33,49 @@ class PagedAttend:
     def fused(self, layer: int, qkv: Tensor, rotary: Rotary, attention: PackedAttention) -> Tensor:
         """See ``FusedAttend``."""
         heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        if native.supports(qkv.dtype, qkv.device, dim):
-            return self._native(layer, qkv, attention)
-        query, key, value = qkv.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
-        if attention.query_norm is not None and attention.key_norm is not None:
-            query = _rms_norm(query, attention.query_norm, attention.eps)
-            key = _rms_norm(key, attention.key_norm, attention.eps)
-        return self(layer, rotary(query), rotary(key), value).flatten(1)
+        if not native.supports(qkv.dtype, qkv.device, dim):
+            query, key, value = qkv.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
+            query, key = attention.normed(query, key)
+            return self(layer, rotary(query), rotary(key), value).flatten(1)
+        pool, batch = self._pool, self._batch
+        self._rope_and_cache(layer, qkv, heads, attention)
+        out = torch.empty(len(qkv), heads * dim, dtype=qkv.dtype)
+        args = attention_args(batch, heads, pool.keys[layer], pool.values[layer], dim**-0.5)
+        args.query, args.out, args.query_stride = qkv.data_ptr(), out.data_ptr(), qkv.shape[1]
+        native.paged_attention(args, qkv.dtype)
+        return out
 
-    def _native(self, layer: int, qkv: Tensor, attention: PackedAttention) -> Tensor:
-        pool, batch, cos_sin = self._pool, self._batch, self._cos_sin
-        keys, values = pool.keys[layer], pool.values[layer]
+    def store(self, layer: int, kv: Tensor, rotary: Rotary, attention: PackedAttention) -> None:
+        """Only store keys and values.  kv: [n, 2 * num_kv_heads * head_dim], overwritten"""
+        if native.supports(kv.dtype, kv.device, attention.head_dim):
+            self._rope_and_cache(layer, kv, 0, attention)
+        else:
+            key, value = kv.unflatten(-1, (-1, attention.head_dim)).chunk(2, 1)
+            key = attention.normed(key, key)[1]
+            self._pool.write(layer, rotary(key), value, self._batch.slot_mapping)
+
+    def _rope_and_cache(self, layer: int, qkv: Tensor, num_heads: int, attention: PackedAttention) -> None:
+        """Norm and rotate queries (so many heads of them) and keys in place, store keys and values."""
+        pool, batch = self._pool, self._batch
         rope = native.RopeArgs(
             qkv=qkv.data_ptr(),
-            key_cache=keys.data_ptr(),
-            value_cache=values.data_ptr(),
-            cos_sin=cos_sin.data_ptr(),
+            key_cache=pool.keys[layer].data_ptr(),
+            value_cache=pool.values[layer].data_ptr(),
+            cos_sin=self._cos_sin.data_ptr(),
             query_norm=None if attention.query_norm is None else attention.query_norm.data_ptr(),
             key_norm=None if attention.key_norm is None else attention.key_norm.data_ptr(),
             positions=batch.positions.data_ptr(),
             slot_mapping=batch.slot_mapping.data_ptr(),
             num_tokens=qkv.shape[0],
-            num_heads=attention.num_heads,
+            num_heads=num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            rotary_dim=cos_sin.shape[1],
+            rotary_dim=self._cos_sin.shape[1],
             block_size=pool.block_size,
             num_threads=torch.get_num_threads(),
             eps=attention.eps,
         )
         native.rope_and_cache(rope, qkv.dtype)
-        out = torch.empty(len(qkv), attention.num_heads * attention.head_dim, dtype=qkv.dtype)
-        args = attention_args(batch, attention.num_heads, keys, values, attention.head_dim**-0.5)
-        args.query, args.out, args.query_stride = qkv.data_ptr(), out.data_ptr(), qkv.shape[1]
-        native.paged_attention(args, qkv.dtype)
-        return out
 
 
 def rotary_table(
@@ -77,8 +85,3 @@ def rotary_table(
     rotary = Rotary.at(torch.arange(num_positions, device=device), head_dim, theta, dtype)
     half = head_dim // 2  # both halves are the same
     return torch.cat([rotary.cos[:, 0, :half], rotary.sin[:, 0, :half]], -1).contiguous()
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
