@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.chain import ChainNetwork, ChainState
 from angelspec_backend.drafters.packed import pack_network
@@ -39,10 +40,6 @@ class ChainDrafter:
     independent samples would.
     """
 
-    keeps_drafts = False  # what it computed from its own hidden states is computed again from the target's
-    shares_blocks = True
-    lookahead = 0  # rows of drafts lie where the target puts the drafts themselves
-
     def __init__(
         self,
         network: ChainNetwork,
@@ -65,13 +62,19 @@ class ChainDrafter:
         """
         spec, shape = network.spec, network.spec.shape
         self.device, self.dtype = network.embed_tokens.device, network.embed_tokens.dtype
-        self.name = name or spec.kind
-        self.tap_ids = spec.tap_ids
+        self._hidden_dtype = hidden_dtype or self.dtype
+        self.info = DrafterInfo(
+            name or spec.kind,
+            keeps_drafts=False,  # what came of its own hidden states is computed again from the target's
+            shares_blocks=True,
+            tap_ids=spec.tap_ids,
+            hidden_bytes=spec.target_hidden * self._hidden_dtype.itemsize,
+            lookahead=0,  # rows of drafts lie where the target puts the drafts themselves
+        )
         self.max_context = max_context
         self.network = pack_network(network.requires_grad_(False).eval(), quantization)
         layer = LayerSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
         self.pool = KVPool.allocate([layer], num_blocks, block_size, self.dtype, self.device)
-        self._hidden_dtype = hidden_dtype or self.dtype
         self._cos_sin = rotary_table(max_context, shape.head_dim, shape.rope_theta, self.dtype, self.device)
 
     def propose(
