@@ -29,10 +29,10 @@ class PackedBlockAttention(PackedAttention):
 
 
 class PackedCorrection(HiddenCorrection):
-    """``HiddenCorrection`` with gate and up as one product, and ``down`` folded into the LM head if it is small.
+    """``HiddenCorrection`` with gate and up as one product, and a small ``down`` folded into the LM head.
 
-    lm_head(hidden + down(x)) = lm_head(hidden) + (lm_head down)(x): the left product is one for all slots of a
-    block, and the right one, which each slot needs for itself, reads intermediate / hidden of the LM head.
+    lm_head(hidden + down(x)) = lm_head(hidden) + (lm_head down)(x): the first is one product for all slots of
+    a block, and the second, which each slot needs for itself, reads intermediate / hidden of the LM head.
     """
 
     def __init__(self, correction: HiddenCorrection, lm_head: Tensor, quantization: str) -> None:
