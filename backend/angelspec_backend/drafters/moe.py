@@ -60,6 +60,14 @@ class MixtureOfExperts(nn.Module):
         if shape.num_shared_experts:
             self.shared_mlp = SwiGLU(hidden, inner * shape.num_shared_experts)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
+        """The bias stays in fp32 whatever the network is converted to: rounded, it would choose otherwise."""
+        bias = self.expert_bias.data if self.shape.expert_bias else None
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias.data = bias.to(self.expert_bias.device)
+        return self
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights.
 

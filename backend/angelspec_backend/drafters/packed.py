@@ -51,7 +51,7 @@ class PackedSwiGLU(nn.Module):
         super().__init__()
         both = torch.cat([gate.detach(), up.detach()])
         self.gate_up = PackedLinear(both, None, quantization)
-        self.down = PackedLinear(down.detach(), None, quantization)
+        self.down = PackedLinear(down.detach().contiguous(), None, quantization)
         self.native = native.supports(both.dtype, both.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class PackedMixture(nn.Module):
         super().__init__()
         projections = [getattr(mixture, f"experts_{name}_proj").data.mT for name in ("gate", "up", "down")]
         self.experts = nn.ModuleList(
-            PackedSwiGLU(*(weight.contiguous() for weight in expert), quantization)
-            for expert in zip(*projections, strict=True)
+            PackedSwiGLU(gate, up, down, quantization) for gate, up, down in zip(*projections, strict=True)
         )
         for name in ("gate", "up", "down"):
             delattr(mixture, f"experts_{name}_proj")
