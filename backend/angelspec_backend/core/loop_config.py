@@ -49,6 +49,7 @@ class LoopConfig:
     max_queue_size: int = 256
     adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
     prefix_caching: bool = True  # do not compute again what another sequence began with
+    max_waiting_states: int = 128  # positions of a sequence whose hidden states may wait for drafting
 
     def __post_init__(self) -> None:
         pool = (self.num_blocks - 1) * self.block_size
@@ -59,3 +60,8 @@ class LoopConfig:
                 f"max_batch_tokens {self.max_batch_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step could not give every sequence a token"
             )
+
+    @property
+    def max_lookahead(self) -> int:
+        """The most KV slots that any drafter needs behind a sequence."""
+        return max((drafter.lookahead for drafter in self.drafters), default=0)
