@@ -38,11 +38,8 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(("variant", "naming"), [*[(v, "native") for v in VARIANTS], *PUBLISHED])
 def test_a_saved_drafter_is_loaded_as_it_was(variant, naming, tmp_path):
     network = random_block(variant)
-    target = random_target()
-    if network.spec.target_hidden != target.hidden_size:
-        pytest.skip("its target is not the one of the test")
     export_drafter(network, tmp_path, naming)
-    spec, loaded = load_drafter(str(tmp_path), target)
+    spec, loaded = load_drafter(str(tmp_path), random_target())
     wanted = network.spec
     if not wanted.markov_rank:  # says nothing then
         spec, wanted = (replace(each, confidence_with_markov=False) for each in (spec, wanted))
