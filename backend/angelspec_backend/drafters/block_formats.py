@@ -133,7 +133,7 @@ def _spec(
             markov_rank=markov_rank,
             markov_kind=str(config.get("markov_head_type") or "vanilla").lower(),
             confidence_head=confidence_inputs > 0,
-            confidence_with_markov=confidence_inputs > hidden,
+            confidence_with_markov=not 0 < confidence_inputs <= hidden,
             target=TargetIdentity(**(config.get(IDENTITY) or {})),
         )
     except (ValueError, TypeError) as error:
