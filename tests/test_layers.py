@@ -1,4 +1,4 @@
-"""Who may import whom: core <- engine <- drafters <- triton, and the client stands alone."""
+"""Who may import whom: core <- engine <- drafters <- training <- triton, and the client stands alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BACKEND = ROOT / "backend" / "angelspec_backend"
 CLIENT = ROOT / "client" / "angelspec_client"
 
-LAYERS = ["core", "engine", "drafters", "triton"]  # each may import those before it
+LAYERS = ["core", "engine", "drafters", "training", "triton"]  # each may import those before it
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
     "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
-    "drafters": {"numpy", "torch", "transformers"},
+    "drafters": {"numpy", "torch", "transformers", "safetensors", "huggingface_hub", "pydantic"},
+    "training": {"numpy", "torch", "transformers", "safetensors", "jinja2"},
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},
 }
@@ -72,7 +73,7 @@ def test_the_public_model_starts_without_torch():
             seen |= imports(path, ("angelspec_backend", "triton"))
     own = {name[1:3] for name in seen if name[0] == "angelspec_backend"}
     assert not {("triton", "target_model"), ("triton", "drafter_model")} & own
-    assert not {"engine", "drafters"} & {name[0] for name in own}
+    assert not {"engine", "drafters", "training"} & {name[0] for name in own}
     assert "torch" not in {name[0] for name in seen}
 
 

@@ -81,6 +81,7 @@ class ModelRunner:
         self.architecture = source.architecture
         self.max_context = max_context or supported
         self.vocab_size = int(source.config.get_text_config().vocab_size)
+        self.hidden_size = int(source.config.get_text_config().hidden_size)
         self.eos_token_ids = source.eos_token_ids
         self.device, self.dtype, self.quantization = source.device, source.dtype, quantization
         try:

@@ -1,0 +1,1 @@
+"""Training of drafters: data, masks, losses, optimisers."""
