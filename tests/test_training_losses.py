@@ -9,6 +9,7 @@ from angelspec_backend.training.chunks import chunked_terms
 from angelspec_backend.training.draft_vocab import covered_by, draft_index
 from angelspec_backend.training.losses import (
     TermOptions,
+    distances,
     keep_top,
     kl_divergence,
     position_terms,
@@ -38,7 +39,7 @@ def probabilities(row):
 
 def test_distances_equal_sums_over_the_vocabulary(logits):
     student, teacher = logits
-    terms = position_terms(student, torch.arange(9), teacher, TermOptions(tv=True, kl=True, soft_ce=True))
+    terms = position_terms(student, torch.arange(9), teacher, TermOptions(distances=True, soft_ce=True))
     for n in range(9):
         q, p = probabilities(student[n]), probabilities(teacher[n])
         pairs = list(zip(p, q, strict=True))
@@ -47,6 +48,26 @@ def test_distances_equal_sums_over_the_vocabulary(logits):
         assert terms.kl[n] == pytest.approx(sum(a * math.log(a / b) for a, b in pairs), rel=1e-5)
         assert terms.soft_ce[n] == pytest.approx(-sum(a * math.log(b) for a, b in pairs), rel=1e-5)
         assert terms.hit[n] == (max(q) == q[n])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_of_the_distances_are_those_of_their_formulas(logits, exact):
+    teacher = logits[1]
+    log_z = teacher.logsumexp(-1) + 0.3 if exact else None
+    for which in ("tv", "kl", "both"):
+        gradients = []
+        for direct in (True, False):
+            student = logits[0].clone().requires_grad_()
+            if direct:
+                q, p = student.softmax(-1), teacher.softmax(-1)
+                mass = math.exp(-0.3) if exact else 1.0
+                tv, kl = 0.5 * (mass * p - q).abs().sum(-1), mass * (p * (p / q).log()).sum(-1)
+            else:
+                tv, kl = distances(student, teacher, log_z)
+            each = torch.arange(9.0)
+            ({"tv": tv, "kl": kl, "both": tv + each * kl}[which] * (1 + each)).sum().backward()
+            gradients.append(student.grad)
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_with_the_true_normaliser_tv_counts_mass_outside_the_draft_vocabulary(logits):
@@ -79,7 +100,7 @@ def test_soft_cross_entropy_and_kl_have_the_same_gradient(logits):
 
 def test_a_term_that_needs_a_teacher_is_refused_without_one(logits):
     with pytest.raises(ValueError, match="teacher logits are None"):
-        position_terms(logits[0], torch.arange(9), None, TermOptions(kl=True))
+        position_terms(logits[0], torch.arange(9), None, TermOptions(distances=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100])
@@ -88,7 +109,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(chunk, recompute):
     generator = torch.Generator().manual_seed(2)
     hidden, target = (torch.randn(9, 5, generator=generator) for _ in range(2))
     head, labels = torch.randn(12, 5, generator=generator), torch.arange(9)
-    options = TermOptions(tv=True, kl=True)
+    options = TermOptions(distances=True)
 
     def run(size):
         parameters = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
