@@ -16,7 +16,7 @@ LAYERS = ["core", "engine", "drafters", "training", "triton"]  # each may import
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
     "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
-    "drafters": {"numpy", "torch", "transformers"},
+    "drafters": {"numpy", "torch", "transformers", "safetensors", "huggingface_hub", "pydantic"},
     "training": {"numpy", "torch", "transformers", "safetensors", "jinja2"},
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},

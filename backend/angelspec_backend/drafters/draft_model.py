@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.loader import LoadError, load_tokenizer
@@ -29,14 +30,18 @@ class DraftModelDrafter:
 
     runner: ModelRunner
     name: str = "draft_model"
-    keeps_drafts: bool = True
-    shares_blocks: bool = True
+
+    @property
+    def info(self) -> DrafterInfo:
+        """What the loop must know of it."""
+        return DrafterInfo(self.name, keeps_drafts=True, shares_blocks=True)
 
     def propose(
         self,
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
+        hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """Compute the fed tokens, then draft token by token for all rows that want one more.
 

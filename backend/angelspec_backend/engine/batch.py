@@ -104,7 +104,13 @@ def pad_block_table(block_table: NDArray[np.int32], num_blocks: NDArray[np.int32
 
 
 def check_step(
-    step: StepInput, drafts: DraftOutput, num_blocks: int, block_size: int, vocab_size: int, max_context: int
+    step: StepInput,
+    drafts: DraftOutput,
+    num_blocks: int,
+    block_size: int,
+    vocab_size: int,
+    max_context: int,
+    num_layers: int,
 ) -> None:
     """Refuse a step whose arrays contradict each other or point outside the model or the KV pool.
 
@@ -122,6 +128,7 @@ def check_step(
     _check_sum("block_table", step.block_table, "num_blocks", rows["num_blocks"])
     _check_range("token_ids", step.token_ids, 0, vocab_size - 1)
     _check_range("block_table", step.block_table, 1, num_blocks - 1)
+    _check_taps(step, num_layers)
 
     if drafts.lens.shape != rows.shape:
         raise ValueError(f"draft lens: expected one per row ({len(rows)}), got shape {drafts.lens.shape}")
@@ -138,6 +145,18 @@ def check_step(
             f"row {row} reaches position {end[row] - 1}, but its {rows['num_blocks'][row]} blocks of "
             f"{block_size} and the context of {max_context} allow at most {room[row] - 1}"
         )
+
+
+def _check_taps(step: StepInput, num_layers: int) -> None:
+    lens = step.rows["num_taps"]
+    if len(step.tap_ids) == 0 and not lens.any():
+        return
+    _check_range("num_taps", lens, 0, num_layers)
+    _check_sum("tap_ids", step.tap_ids, "num_taps", lens)
+    _check_range("tap_ids", step.tap_ids, 0, num_layers - 1)
+    row_of, index = ragged(lens)
+    for entry in np.flatnonzero((np.diff(step.tap_ids, prepend=-1) <= 0) & (index > 0))[:1]:
+        raise ValueError(f"tap_ids: those of row {row_of[entry]} are not ascending")
 
 
 def _check_range(name: str, values: NDArray, low: int, high: int) -> None:

@@ -67,6 +67,7 @@ class ModelRunner:
         self.architecture = type(model).__name__
         self.max_context = max_context or supported
         self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.hidden_size = int(model.config.get_text_config().hidden_size)
         self.eos_token_ids = eos_token_ids(model)
         self.device, self.dtype, self.quantization = model.device, model.dtype, quantization
         try:

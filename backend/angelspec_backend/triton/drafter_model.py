@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from angelspec_backend.drafters.base import Drafter, DrafterHost, describe
+from angelspec_backend.drafters.base import Drafter, DrafterHost
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.triton import bridge, codec
 from angelspec_backend.triton.instance import Instance
@@ -38,7 +38,7 @@ class TritonPythonModel:
     def _info(self) -> codec.DrafterModelInfo:
         return codec.DrafterModelInfo(
             pool=codec.PoolInfo(self._config.num_blocks, self._config.block_size),
-            drafters=tuple(describe(each) for each in self._host.drafters),
+            drafters=tuple(each.info for each in self._host.drafters),
         )
 
 

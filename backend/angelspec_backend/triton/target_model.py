@@ -56,4 +56,6 @@ class TritonPythonModel:
             max_context=runner.max_context,
             vocab_size=runner.vocab_size,
             eos_token_ids=tuple(runner.eos_token_ids),
+            num_layers=runner.num_layers,
+            hidden_bytes=runner.hidden_size * runner.dtype.itemsize,
         )
