@@ -14,8 +14,8 @@ from angelspec_backend.drafters.layers import Attend, DecoderLayer, LayerShape, 
 from angelspec_backend.drafters.moe import MixtureOfExperts
 from angelspec_backend.drafters.spec import DrafterSpec
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import load_decoder_layer, rope_theta, text_config
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import load_decoder_layer, rope_theta, text_config
 
 
 class MTP(ChainNetwork):

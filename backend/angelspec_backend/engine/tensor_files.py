@@ -64,6 +64,24 @@ class TensorFiles:
             raise LoadError(f"{self.path}: {file_name} is broken: {error}") from error
 
 
+def load_decoder_layer(path: str, layer: int) -> dict[str, Tensor]:
+    """The weights of one decoder layer of a causal LM, by their names within the layer.
+
+    layer: counted from 0; negative ones from the end.  path: a local folder or a Hugging Face id.
+
+    Raises:
+        LoadError: there is no such layer.
+    """
+    depth = int(text_config(path)["num_hidden_layers"])
+    if not -depth <= layer < depth:
+        raise LoadError(f"{path}: layer {layer} does not exist, allowed: {-depth} to {depth - 1}")
+    files, prefix = TensorFiles(path), f"layers.{layer % depth}."
+    names = [name for name in files.names if f".{prefix}" in f".{name}"]
+    if not names:
+        raise LoadError(f"{path}: the checkpoint has no tensors of '{prefix}'")
+    return {name.partition(prefix)[2]: tensor for name, tensor in files.load(names).items()}
+
+
 def text_config(path: str) -> dict[str, Any]:
     """The part of ``config.json`` that describes the language model.
 
