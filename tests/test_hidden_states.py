@@ -157,3 +157,18 @@ def test_steps_that_catch_up_are_not_measured():
     policy.observe_step = lambda count, seconds: seen.append(count)
     harness.generate(0, list(range(20)), count=13)
     assert seen == [4, 4]  # not the prompt, nor the first step with drafts, in which it was fed
+
+
+@pytest.mark.parametrize("change", [lambda states: states[:0], lambda states: states[:-1]])
+def test_hidden_states_that_are_missing_are_noticed(change):
+    harness = Watched()
+    step = harness.executor.step
+
+    def losing(message: StepInput):
+        output = step(message)
+        return replace(output, hidden_states=change(output.hidden_states))
+
+    harness.executor.step = losing
+    harness.submit(0, request([1, 2, 3], drafts=2))
+    with pytest.raises(ValueError, match="hidden_states: expected 144 bytes for a row"):
+        harness.step()

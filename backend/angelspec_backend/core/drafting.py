@@ -97,10 +97,16 @@ class Drafting:
         """Move what is fed past a row whose tokens have been computed and whose blocks have been published.
 
         states: the bytes of the row's new hidden states.
+
+        Raises:
+            ValueError: they are not as many as the target was asked for.
         """
         seq, fed_before = row.seq, row.seq.num_fed
         seq.num_fed += row.num_feed
         if drafter.tap_ids:
+            expected = (row.num_tokens + accepted) * drafter.bytes_per_token
+            if len(states) != expected:
+                raise ValueError(f"hidden_states: expected {expected} bytes for a row, got {len(states)}")
             seq.waiting_states.drop(row.num_feed)
             # A copy: the message that brought them would live as long as the last of them.
             seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
@@ -152,15 +158,11 @@ class Drafting:
 
 
 def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
-    """The bytes of each row's new hidden states.
-
-    Raises:
-        ValueError: the target returned more or less than was asked for.
-    """
-    lens = np.zeros(len(rows), np.int64)
-    for index, row in enumerate(rows):
-        if row.drafter is not None and row.drafter.tap_ids:
-            lens[index] = row.num_committed(int(output.lens[index])) * row.drafter.bytes_per_token
-    if lens.sum() != len(output.hidden_states):
-        raise ValueError(f"hidden_states: expected {lens.sum()} bytes, got {len(output.hidden_states)}")
-    return split_rows(output.hidden_states, lens) if len(output.hidden_states) else [NO_STATES] * len(rows)
+    """The bytes of each row's new hidden states."""
+    if len(output.hidden_states) == 0:
+        return [NO_STATES] * len(rows)
+    lens = [
+        row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
+        for row, sampled in zip(rows, output.lens.tolist(), strict=True)
+    ]
+    return split_rows(output.hidden_states, np.array(lens))
