@@ -25,25 +25,13 @@ from golden_chain import check_chain
 from golden_compare import Comparison, Comparisons
 from golden_losses import check_losses
 from golden_masks import check_chat_mask, check_masks
-from golden_rows import Row
-
-
-def _noting(rows_of: Callable[[Path], list[Row]]) -> Callable[[Path, Comparisons], None]:
-    """A check that gives rows as one that reports comparisons."""
-
-    def check(folder: Path, compare: Comparisons) -> None:
-        for name, error, tolerance in rows_of(folder):
-            compare.note(name, error, tolerance)
-
-    return check
-
 
 CHECKS: Mapping[str, Callable[[Path, Comparisons], None]] = {
     **dict.fromkeys(BLOCK_KINDS, check_blocks),
     **dict.fromkeys(CHAIN_KINDS, check_chain),
-    "losses": _noting(check_losses),
-    "masks": _noting(check_masks),
-    "chat_mask": _noting(check_chat_mask),
+    "losses": check_losses,
+    "masks": check_masks,
+    "chat_mask": check_chat_mask,
 }
 """What checks a folder, by its family."""
 

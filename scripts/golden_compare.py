@@ -59,11 +59,6 @@ class Comparisons:
         passed = bool((difference <= allowed).all())  # NaN is never within a tolerance
         self.all.append(Comparison(self.folder, name, error, tolerance, passed))
 
-    def note(self, name: str, error: float, tolerance: float) -> None:
-        """Note a comparison already made: an error and the most that it may be."""
-        allowed = (tolerance, 0.0) if tolerance else None
-        self.all.append(Comparison(self.folder, name, error, allowed, error <= tolerance))
-
     def fail(self, name: str, remark: str, tolerance: Tolerance | None = None) -> None:
         """Note something that could not be compared."""
         self.all.append(Comparison(self.folder, name, float("inf"), tolerance, False, remark))

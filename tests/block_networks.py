@@ -14,7 +14,7 @@ VOCAB, HIDDEN, DEPTH = 97, 32, 12
 
 VARIANTS = {  # name: kind and options of the specification
     "dflash": ("dflash", {}),
-    "dflash_next_token": ("dflash", {"label_shift": 1, "target_hidden": 24}),
+    "dflash_next_token": ("dflash", {"label_shift": 1}),
     "dflash_pruned": ("dflash", {"draft_vocab_size": 40}),
     "dflare": ("dflare", {}),
     "dfly": ("dfly", {"correction_size": 32}),

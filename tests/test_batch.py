@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, split_rows
-from angelspec_backend.engine.batch import MIN_TOKENS, check_step, pack
+from angelspec_backend.engine.batch import check_step, pack
+from angelspec_backend.engine.linear import padded_rows
 
 VOCAB = 50
 LIMITS = {"num_blocks": 64, "vocab_size": VOCAB, "max_context": 40, "num_layers": 6}
@@ -55,7 +56,7 @@ def test_packing_equals_a_loop_over_rows_and_tokens(case):
             positions.append(position)
             slots.append(int(table[position // block_size]) * block_size + position % block_size)
         starts.append(len(ids))
-    padding = [0] * max(0, MIN_TOKENS - len(ids))
+    padding = [0] * (padded_rows(len(ids)) - len(ids))
 
     assert batch.token_ids.tolist() == ids + padding
     assert batch.positions.tolist() == positions + padding

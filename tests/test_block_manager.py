@@ -79,6 +79,49 @@ def test_of_cached_blocks_the_least_recently_used_goes_first_and_the_end_of_a_pr
     assert len(manager.match([3, 3, 4, 4, 0])) == 2
 
 
+@settings(max_examples=200)
+@given(
+    num_blocks=st.integers(6, 20),
+    actions=st.lists(st.tuples(st.integers(0, 2), tokens, st.booleans()), max_size=40),
+)
+def test_blocks_go_by_least_recent_use_and_cached_ones_last(num_blocks, actions):
+    """Against a clock: every block remembers when its last user left, the end of a table before its start."""
+    manager = BlockManager(num_blocks, SIZE)
+    tables = [BlockTable(num_blocks) for _ in range(3)]
+    left: dict[int, int] = {}  # block -> when its last user left
+    cached: set[int] = set()
+    clock = 0
+
+    def idle() -> set[int]:
+        return set(range(1, num_blocks)) - {block for table in tables for block in table.ids.tolist()}
+
+    for place, token_ids, publish in actions:
+        table = tables[place]
+        gone = table.ids.tolist()
+        manager.release(table)
+        for block in reversed(gone):
+            clock += 1
+            left[block] = clock
+
+        prefix = manager.match(token_ids)
+        if not manager.start(table, prefix, len(token_ids)):
+            continue
+        for index in range(len(prefix), manager.blocks_for(len(token_ids))):
+            free = idle()
+            assert manager.grow(table, (index + 1) * SIZE)
+            block = int(table.ids[index])
+            if free - cached:
+                assert block not in cached
+            else:
+                assert block == min(free, key=left.__getitem__)
+            cached.discard(block)
+        if publish:
+            before = {found.block for found in manager.match([*token_ids, 9])}
+            manager.publish(table, token_ids, len(token_ids))
+            after = {found.block for found in manager.match([*token_ids, 9])}
+            cached |= after - before
+
+
 def test_two_sequences_that_compute_the_same_prefix_at_once_leave_one_copy_in_the_cache():
     manager = BlockManager(9, SIZE)
     tables = [BlockTable(4), BlockTable(4)]

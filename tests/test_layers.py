@@ -15,7 +15,7 @@ CLIENT = ROOT / "client" / "angelspec_client"
 LAYERS = ["core", "engine", "drafters", "training", "triton"]  # each may import those before it
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
-    "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
+    "engine": {"numpy", "torch", "transformers", "safetensors", "triton"},  # the language, not the server
     "drafters": {"numpy", "torch", "transformers", "safetensors", "huggingface_hub", "pydantic"},
     "training": {"numpy", "torch", "transformers", "safetensors", "jinja2"},
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},

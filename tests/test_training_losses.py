@@ -1,4 +1,4 @@
-"""Losses against plain sums over the vocabulary; their chunked form; end-to-end TV by enumeration."""
+"""Losses against plain sums over the vocabulary, and in chunks."""
 
 import math
 
@@ -9,6 +9,7 @@ from angelspec_backend.training.chunks import chunked_terms
 from angelspec_backend.training.draft_vocab import covered_by, draft_index
 from angelspec_backend.training.losses import (
     TermOptions,
+    distances,
     keep_top,
     kl_divergence,
     position_terms,
@@ -18,10 +19,6 @@ from angelspec_backend.training.losses import (
 from angelspec_backend.training.objectives import (
     BlockObjective,
     block_loss,
-    decay_weights,
-    dpace_weights,
-    end_to_end_surrogate,
-    end_to_end_tv,
 )
 
 
@@ -38,7 +35,7 @@ def probabilities(row):
 
 def test_distances_equal_sums_over_the_vocabulary(logits):
     student, teacher = logits
-    terms = position_terms(student, torch.arange(9), teacher, TermOptions(tv=True, kl=True, soft_ce=True))
+    terms = position_terms(student, torch.arange(9), teacher, TermOptions(distances=True, soft_ce=True))
     for n in range(9):
         q, p = probabilities(student[n]), probabilities(teacher[n])
         pairs = list(zip(p, q, strict=True))
@@ -47,6 +44,26 @@ def test_distances_equal_sums_over_the_vocabulary(logits):
         assert terms.kl[n] == pytest.approx(sum(a * math.log(a / b) for a, b in pairs), rel=1e-5)
         assert terms.soft_ce[n] == pytest.approx(-sum(a * math.log(b) for a, b in pairs), rel=1e-5)
         assert terms.hit[n] == (max(q) == q[n])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_of_the_distances_are_those_of_their_formulas(logits, exact):
+    teacher = logits[1]
+    log_z = teacher.logsumexp(-1) + 0.3 if exact else None
+    for which in ("tv", "kl", "both"):
+        gradients = []
+        for direct in (True, False):
+            student = logits[0].clone().requires_grad_()
+            if direct:
+                q, p = student.softmax(-1), teacher.softmax(-1)
+                mass = math.exp(-0.3) if exact else 1.0
+                tv, kl = 0.5 * (mass * p - q).abs().sum(-1), mass * (p * (p / q).log()).sum(-1)
+            else:
+                tv, kl = distances(student, teacher, log_z)
+            each = torch.arange(9.0)
+            ({"tv": tv, "kl": kl, "both": tv + each * kl}[which] * (1 + each)).sum().backward()
+            gradients.append(student.grad)
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_with_the_true_normaliser_tv_counts_mass_outside_the_draft_vocabulary(logits):
@@ -79,7 +96,7 @@ def test_soft_cross_entropy_and_kl_have_the_same_gradient(logits):
 
 def test_a_term_that_needs_a_teacher_is_refused_without_one(logits):
     with pytest.raises(ValueError, match="teacher logits are None"):
-        position_terms(logits[0], torch.arange(9), None, TermOptions(kl=True))
+        position_terms(logits[0], torch.arange(9), None, TermOptions(distances=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100])
@@ -88,7 +105,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(chunk, recompute):
     generator = torch.Generator().manual_seed(2)
     hidden, target = (torch.randn(9, 5, generator=generator) for _ in range(2))
     head, labels = torch.randn(12, 5, generator=generator), torch.arange(9)
-    options = TermOptions(tv=True, kl=True)
+    options = TermOptions(distances=True)
 
     def run(size):
         parameters = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -128,62 +145,3 @@ def test_a_label_outside_the_draft_vocabulary_has_no_cross_entropy_and_is_never_
 def test_rows_whose_likeliest_token_is_outside_the_draft_vocabulary_are_found():
     index = draft_index(torch.tensor([1, 2]), 4)
     assert covered_by(torch.eye(4), index).tolist() == [False, True, True, False]
-
-
-def test_dpace_weights_equal_the_sum_of_products():
-    confidence = torch.rand(6, 5, generator=torch.Generator().manual_seed(3))
-    valid = torch.rand(6, 5, generator=torch.Generator().manual_seed(4)) < 0.7
-    for mask in (None, valid):
-        got = dpace_weights(confidence, 0.3, mask)
-        for b in range(6):
-            smooth = [0.7 * float(c) + 0.3 for c in confidence[b]]
-            counts = [mask is None or bool(mask[b, m]) for m in range(5)]
-            products = [
-                math.prod(s for s, c in zip(smooth[: m + 1], counts, strict=False) if c) for m in range(5)
-            ]
-            want = [sum(products[m] for m in range(k, 5) if counts[m]) for k in range(5)]
-            assert got[b].tolist() == pytest.approx(want)
-
-
-def test_decay_halves_where_it_should():
-    assert decay_weights(3, 1 / math.log(2)).tolist() == pytest.approx([1, 0.5, 0.25])
-
-
-def test_the_surrogate_has_the_gradient_of_end_to_end_tv():
-    generator = torch.Generator().manual_seed(5)
-    valid = torch.rand(8, 4, generator=generator) < 0.8
-    valid[0] = False
-    start = torch.rand(8, 4, generator=generator)
-    start[1, 2] = 1.0  # acceptance 0: no division by it
-    gradients = []
-    for form in (end_to_end_tv, end_to_end_surrogate):
-        tv = start.clone().requires_grad_()
-        form(tv, valid).backward()
-        gradients.append(tv.grad)
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].abs().sum() > 0
-
-
-def test_a_batch_without_labels_has_loss_zero_and_no_nan():
-    student = torch.randn(6, 5, requires_grad=True)
-    objective = BlockObjective(weighting="dpace", lk_weight=1.0, e2e_weight=1.0)
-    terms = position_terms(student, torch.zeros(6, dtype=torch.int64), torch.randn(6, 5), objective.terms)
-    loss = block_loss(terms.view(2, 3), torch.zeros(2, 3, dtype=torch.bool), objective)
-    loss.total.backward()
-    assert loss.total == 0
-    assert torch.equal(student.grad, torch.zeros(6, 5))
-
-
-@pytest.mark.parametrize("wrong", [{"weighting": "flat"}, {"lk_weight": 1.5}, {"lk_type": "x"}])
-def test_an_objective_out_of_range_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        BlockObjective(**wrong)
-
-
-def test_an_objective_with_a_confidence_needs_a_confidence_head():
-    objective = BlockObjective(confidence_weight=1.0)
-    terms = position_terms(
-        torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), objective.terms
-    )
-    with pytest.raises(ValueError, match="confidence"):
-        block_loss(terms.view(1, 2), torch.ones(1, 2, dtype=torch.bool), objective)

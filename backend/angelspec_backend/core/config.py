@@ -68,6 +68,12 @@ class EngineConfig(BaseModel):
     adaptive_drafts: bool = Field(True, description="shorten drafts that cost more time than they save")
     max_tokens: int = Field(256, ge=1, description="output limit of requests that set none")
 
+    # GPU
+    batch_invariant: bool = Field(
+        True, description="every text the same in any batch; false: faster kernels, a CPU always keeps it"
+    )
+    cuda_graphs: bool = Field(True, description="replay verify steps as CUDA graphs")
+
     # Process
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of a model; 0: all cores")
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy
+from angelspec_backend.core.draft_policy import DraftPolicy, StepTimes
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
@@ -30,6 +30,11 @@ class Drafting:
         self._blocks = blocks
         self._policy = DraftPolicy(len(config.drafters))
         self._budget = 0  # positions that may still be fed in the step being planned
+
+    @property
+    def times(self) -> StepTimes:
+        """How long steps take that compute no prompt."""
+        return self._policy.times
 
     def drafter_of(self, seq: Sequence) -> DrafterInfo | None:
         """The drafter that drafts for a sequence; None: it is decoded autoregressively."""

@@ -18,6 +18,7 @@ from angelspec_backend.core.block_manager import BlockManager, BlockTable
 from angelspec_backend.core.drafting import Drafting, split_states
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import StepOutput, split_rows
+from angelspec_backend.core.prefill_policy import PrefillPolicy
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
 from angelspec_backend.core.step import ScheduledRow
 
@@ -34,6 +35,7 @@ class Scheduler:
         self._budget = 0  # tokens left in the step being planned
         self._blocks = BlockManager(config.num_blocks, config.block_size)
         self._drafting = Drafting(config, self._blocks)
+        self._prefill = PrefillPolicy(self._drafting.times, config.max_slowdown)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     # ------------------------------------------------------------------ requests in and out
@@ -99,6 +101,10 @@ class Scheduler:
             reserved -= 1
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
+        # Where most sequences wait for their first token, as after a burst, the others wait for them.
+        if rows and len(decoding) >= len(prefilling) + len(self.waiting):
+            num_decoded = self.config.max_batch_tokens - self._budget
+            self._budget = min(self._budget, self._prefill.limit(num_decoded))
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):
                 rows.append(row)
@@ -112,6 +118,10 @@ class Scheduler:
         """Take over what the target sampled in a step of so many seconds; sequences that ended leave."""
         events = []
         self._drafting.observe(rows, output, seconds)
+        num_prompt = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        if num_prompt:
+            num_decoded = sum(row.num_tokens == 1 for row in rows) + int(output.draft_lens.sum())
+            self._prefill.observe(num_decoded, num_prompt, seconds)
         for row, new, drafted, states in zip(
             rows,
             split_rows(output.token_ids, output.lens),

@@ -7,8 +7,6 @@ the target's true hidden states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,20 +15,12 @@ from torch import Tensor
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.chain import ChainNetwork, ChainState
+from angelspec_backend.drafters.choice import Drafts, choose_tokens
 from angelspec_backend.drafters.packed import pack_network
 from angelspec_backend.drafters.paged import PagedAttend, rotary_table
 from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
-from angelspec_backend.engine.sampler import SamplingRows, sample
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """What was drafted for some rows, and how sure the drafter is."""
-
-    token_ids: NDArray[np.int32]  # [num_rows, width]
-    confidence: NDArray[np.float32]  # [num_rows, width] probability the drafter itself gives each draft
-    lens: NDArray[np.int32]  # [num_rows] drafts of each row, the rest is zero
+from angelspec_backend.engine.sampler import SamplingRows
 
 
 class ChainDrafter:
@@ -65,7 +55,7 @@ class ChainDrafter:
         self._hidden_dtype = hidden_dtype or self.dtype
         self.info = DrafterInfo(
             name or spec.kind,
-            keeps_drafts=False,  # what came of its own hidden states is computed again from the target's
+            keeps_drafts=False,  # rows made of its own hidden states are computed again from the target's
             shares_blocks=True,
             tap_ids=spec.tap_ids,
             hidden_bytes=spec.target_hidden * self._hidden_dtype.itemsize,
@@ -85,9 +75,7 @@ class ChainDrafter:
         hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
-        drafts = self.draft(rows, feed_token_ids, block_table, hidden_states)
-        inside = np.arange(drafts.token_ids.shape[1]) < drafts.lens[:, None]
-        return DraftOutput(drafts.token_ids[inside], drafts.lens)
+        return self.draft(rows, feed_token_ids, block_table, hidden_states).output()
 
     @torch.inference_mode()
     def draft(
@@ -105,28 +93,27 @@ class ChainDrafter:
         newest = rows["num_fed"].astype(np.int64) + rows["num_feed"]  # [num_rows] position of the anchor
         fed = rows["num_feed"] > 0
         wanted = np.where(fed, np.minimum(rows["num_draft_tokens"], self.max_context - 1 - newest), 0).clip(0)
-        width = int(wanted.max(initial=0))
-        drafts = Drafts(
-            np.zeros((len(rows), width), np.int32),
-            np.zeros((len(rows), width), np.float32),
-            wanted.astype(np.int32),
-        )
+        drafts = Drafts.empty(wanted)
         if not fed.any():
             return drafts
         batch = rows.copy()
         batch["num_computed"], batch["num_tokens"] = rows["num_fed"], rows["num_feed"]
         batch["sample"] = wanted > 0
-        features = self.network.features(self._received(hidden_states))
+        network = self.network
+        features = network.features(self._received(hidden_states))
         state = self._step(batch, fed, feed_token_ids, block_table, features)
-        for step in range(width):
+        for step in range(drafts.token_ids.shape[1]):
             active, more = wanted > step, wanted > step + 1
-            tokens, confidence = self._choose(rows[active], newest[active] + 1 + step, state.output)
-            drafts.token_ids[active, step], drafts.confidence[active, step] = tokens, confidence
+            ones = np.ones(np.count_nonzero(active), np.int64)
+            params = SamplingRows.from_rows(rows[active], ones, newest[active] + 1 + step)
+            tokens, confidence = choose_tokens(network.logits(state.output), params, network.vocab)
+            drafts.token_ids[active, step] = tokens.cpu().numpy()
+            drafts.confidence[active, step] = confidence.cpu().numpy()
             if more.any():
                 batch["num_computed"], batch["num_tokens"], batch["sample"] = newest + step, 1, 1
                 keep = torch.from_numpy(np.flatnonzero(more[active])).to(self.device)
-                tokens = drafts.token_ids[more, step]
-                state = self._step(batch, more, tokens, block_table, state.hidden[keep])
+                ids = drafts.token_ids[more, step]
+                state = self._step(batch, more, ids, block_table, state.hidden[keep])
         return drafts
 
     def _received(self, hidden_states: NDArray[np.uint8]) -> Tensor:
@@ -160,26 +147,3 @@ class ChainDrafter:
         embeddings = network.embed(batch.token_ids, batch.positions)
         state = network.step(attend, embeddings, hidden, batch.positions)
         return ChainState(state.hidden[batch.logits_index], state.output[batch.logits_index])
-
-    def _choose(
-        self, rows: NDArray[np.void], positions: NDArray[np.int64], output: Tensor
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The next draft of each row, and its probability.
-
-        rows: [n] of ROW; positions: [n] of the drafts; output: [n, hidden].
-        """
-        logits = self.network.logits(output)  # [n, draft vocabulary]
-        chosen = logits.argmax(-1)
-        sampling = np.flatnonzero(rows["temperature"] > 0)
-        tokens = self.network.to_target(chosen).cpu().numpy().astype(np.int32)
-        if len(sampling):
-            ones = np.ones(len(sampling), np.int64)
-            params = SamplingRows.from_rows(rows[sampling], ones, positions[sampling])
-            index = torch.from_numpy(sampling).to(self.device)
-            vocab, part = self.network.vocab, logits[index]
-            tokens[sampling] = sample(part if vocab is None else vocab.spread(part), params)
-            sampled = torch.from_numpy(tokens[sampling]).long().to(self.device)
-            chosen[index] = sampled if vocab is None else vocab.draft_ids[sampled]
-        picked = logits.gather(1, chosen[:, None])[:, 0].float()
-        confidence = (picked - logits.float().logsumexp(-1)).exp()
-        return tokens, confidence.cpu().numpy()

@@ -17,8 +17,8 @@ from angelspec_backend.drafters.format_checks import Sizes, need
 from angelspec_backend.drafters.layers import LayerShape
 from angelspec_backend.drafters.spec import DrafterSpec, TargetIdentity
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import rope_theta
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import rope_theta
 
 Tensors = dict[str, Tensor]
 

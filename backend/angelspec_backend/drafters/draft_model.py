@@ -82,7 +82,8 @@ class DraftModelDrafter:
         table = block_table[np.repeat(which, rows["num_blocks"])]
         chosen, runner = rows[which], self.runner
         drafts = DraftOutput.empty(len(chosen))
-        return runner.forward(pack(chosen, token_ids, drafts, table, runner.pool.block_size, runner.device))
+        block_size, shapes = runner.pool.block_size, runner.graph_shapes
+        return runner.forward(pack(chosen, token_ids, drafts, table, block_size, runner.device, shapes))
 
 
 def check_compatible(target_path: str, draft_path: str) -> None:

@@ -3,7 +3,7 @@
 // dtype: 0 = fp32, 1 = bf16.  bf16 is widened, computed in fp32, and rounded where the Hugging Face modules
 // round.  Matrices are row-major; a stride is in elements.
 #include "native_attention.h"
-#include "native_int8.h"
+#include "native_linear.h"
 
 // Elements below which one thread does it alone: waking sleeping threads takes tens of microseconds.
 constexpr long PARALLEL_NORM = 1 << 18, PARALLEL_ROPE = 1 << 16, PARALLEL_SILU = 1 << 16;
@@ -69,7 +69,7 @@ template <class T>
 static void silu_and_mul_part(const T* gate_up, T* out, long inter, long begin, long end) {
     for (long i = begin; i < end; i += LANES) {
         f32v gate = load(gate_up + i, end - i), up = load(gate_up + inter + i, end - i);
-        f32v silu = round_to<T>(gate / (splat(1.0f) + exp(-gate)));
+        f32v silu = round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate)));
         store(out + i, silu * up, end - i);
     }
 }
@@ -111,7 +111,11 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
 extern "C" {
 
 void angelspec_paged_attention(const AttentionArgs* args, int dtype) {
-    dtype ? attend<bf16>(*args) : attend<float>(*args);
+    if (!dtype) return attend<float, FmaTile<float>>(*args);
+#if defined(__AMX_BF16__)
+    if (amx_allowed()) return attend<bf16, AmxTile>(*args);
+#endif
+    attend<bf16, FmaTile<bf16>>(*args);
 }
 
 // x, out: [rows, n]; residual: [rows, n] or null, becomes residual + x; weight: [n]
@@ -135,11 +139,11 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
         silu_and_mul_rows((const float*)gate_up, (float*)out, rows, inter, num_threads);
 }
 
-int angelspec_int8_kernel() { return best_int8_kernel(); }
+int angelspec_linear_kernel() { return best_linear_kernel(); }
 
-void angelspec_int8_linear(const Int8Args* args) {
-#if defined(ANGELSPEC_INT8)
-    int8_linear(*args);
+void angelspec_linear(const LinearArgs* args) {
+#if defined(ANGELSPEC_LINEAR)
+    linear(*args);
 #endif
 }
 }

@@ -43,7 +43,8 @@ class TargetEngine:
             runner.max_context,
             runner.num_layers,
         )
-        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, runner.device)
+        device, shapes = runner.device, runner.graph_shapes
+        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, device, shapes)
         taps = np.unique(step.tap_ids)  # [num_taps] all that any row asks for
         logits, states = runner.forward_with_taps(batch, taps.tolist())  # [num_samples, vocab_size]
 

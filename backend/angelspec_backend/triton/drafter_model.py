@@ -97,6 +97,8 @@ def _load_draft_model(instance: Instance) -> Drafter:
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         quantization=config.quantization,
+        batch_invariant=False,  # drafts change no text
+        cuda_graphs=config.cuda_graphs,
     )
     logger.info("draft_model: %s", runner.describe())
     return DraftModelDrafter(runner)

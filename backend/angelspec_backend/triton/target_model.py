@@ -34,6 +34,8 @@ class TritonPythonModel:
             block_size=config.block_size,
             quantization=config.quantization,
             max_context=config.max_context,
+            batch_invariant=config.batch_invariant,
+            cuda_graphs=config.cuda_graphs,
         )
         self._engine = TargetEngine(runner)
         logger.info("target: %s", runner.describe())
