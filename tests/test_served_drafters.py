@@ -81,7 +81,7 @@ def test_requests_of_all_drafters_together_give_the_texts_they_give_alone(client
 
 @pytest.mark.parametrize("model", ["drafter", "target"])
 def test_streams_go_on_with_the_same_tokens_when_a_model_process_is_killed(served, client, model):
-    options = {"max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+    options = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
     expected = [client.generate(PROMPT, drafter="none", seed=seed, **options) for seed in range(2)]
     streams = [client.stream(PROMPT, drafter=KINDS[seed], seed=seed, **options) for seed in range(2)]
     with ThreadPoolExecutor(2) as pool:
