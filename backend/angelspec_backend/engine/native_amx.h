@@ -58,12 +58,13 @@ struct AmxTile {
     }
 
     void unpack(const bf16* key_cache, const bf16* value_cache, const int64_t* index, int count, int key_dim,
-                int value_dim, int width) {
+                int value_dim, int width, Ahead& ahead) {
         const int groups = (count + LANES - 1) / LANES;
         for (int g = 0; g < groups; g++) {
             const char* rows[LANES];
             for (int i = 0; i < LANES; i++) rows[i] = (const char*)(key_cache + index[g * LANES + i] * key_dim);
             for (int d = 0; d < key_dim; d += 8) {
+                ahead.ask(8);
                 u32v column[4];
                 transpose(rows, d * sizeof(bf16), column);
                 for (int i = 0; i < 4; i++) _mm512_store_si512(keys + (d / 2 + i) * TILE + g * LANES, (__m512i)column[i]);
@@ -72,6 +73,7 @@ struct AmxTile {
         memset(keys + key_dim / 2 * TILE, 0, (steps(key_dim) * 32 - key_dim) / 2 * TILE * sizeof(uint32_t));
         for (int j = 0; j < (count + 31) / 32 * 32; j += 2) {  // positions behind the last weigh nothing, but must be finite
             const bf16* even = j < count ? value_cache + index[j] * value_dim : nullptr;
+            ahead.ask(8);
             const bf16* odd = j + 1 < count ? value_cache + index[j + 1] * value_dim : nullptr;
             for (int d = 0; d < width; d += LANES)
                 _mm512_store_si512(values + j / 2 * width + d, pairs(even, odd, d, value_dim));

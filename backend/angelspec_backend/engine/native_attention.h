@@ -72,27 +72,23 @@ struct Attention {
         for (int j = count; j % LANES; j++) index[j] = index[count - 1];
     }
 
-    // Ask for the keys and values of a tile: its blocks lie anywhere, so the CPU cannot guess them.
-    void prefetch(const Task& t, int begin, int count) const {
+    // The keys and values of positions [begin, begin + count) will be read.
+    void expect(const Task& t, int begin, int count, Ahead& ahead) const {
         const int32_t* table = args.block_table + (long)t.row * args.max_blocks;
-        auto touch = [](const void* cache, long row, int rows, int dim) {
-            const char* from = (const char*)cache + row * dim * sizeof(T);
-            for (long i = 0; i < (long)(rows * dim * sizeof(T)); i += 64) __builtin_prefetch(from + i);
-        };
         for (int at = begin, rows; at < begin + count; at += rows) {
             const int offset = at % args.block_size, left = args.block_size - offset;
             rows = left < begin + count - at ? left : begin + count - at;
             long row = ((long)table[at / args.block_size] * args.num_kv_heads + t.kv_head) * args.block_size + offset;
-            touch(args.key_cache, row, rows, args.key_dim);
-            touch(args.value_cache, row, rows, args.value_dim);
+            ahead.add((const char*)args.key_cache + row * args.key_dim * sizeof(T), (long)rows * args.key_dim * sizeof(T));
+            ahead.add((const char*)args.value_cache + row * args.value_dim * sizeof(T), (long)rows * args.value_dim * sizeof(T));
         }
     }
 
-    void tile(const Task& t, int begin, int count, Tile& tile, const State& state) const {
+    void tile(const Task& t, int begin, int count, Ahead& ahead, Tile& tile, const State& state) const {
         int64_t index[TILE];
         locate(t, begin, count, index);
         tile.unpack((const T*)args.key_cache, (const T*)args.value_cache, index, count, args.key_dim,
-                    args.value_dim, width);
+                    args.value_dim, width, ahead);
         Visible visible[Tile::STRIPE];  // of each query, as offsets within the tile
         for (int i = 0, n; i < t.count; i += n) {
             n = t.count - i < Tile::STRIPE ? t.count - i : Tile::STRIPE;
@@ -106,15 +102,20 @@ struct Attention {
         }
     }
 
-    void segment(const Task& t, int begin, int end, Tile& tile, const State& state) const {
+    // next: the task that this thread runs afterwards, or null.
+    void segment(const Task& t, int begin, int end, const Task* next, Tile& tile, const State& state) const {
         state.clear(t.count, width);
         int last = position(t, t.count - 1) + 1;
         if (end > last) end = last;
+        auto count = [](int from, int to) { return to - from < TILE ? to - from : TILE; };
         int first = oldest(position(t, 0)) / TILE * TILE;  // earlier tiles lie outside every window
         for (int at = begin > first ? begin : first; at < end; at += TILE) {
-            auto count = [&](int from) { return end - from < TILE ? end - from : TILE; };
-            prefetch(t, at + TILE, count(at + TILE));
-            this->tile(t, at, count(at), tile, state);
+            Ahead ahead;
+            if (at + TILE < end)
+                expect(t, at + TILE, count(at + TILE, end), ahead);
+            else if (next)
+                expect(*next, next->begin, count(next->begin, next->end), ahead);
+            this->tile(t, at, count(at, end), ahead, tile, state);
         }
     }
 
@@ -132,16 +133,14 @@ struct Attention {
         }
     }
 
-    // next: the task that this thread will run after this one, or null.
     void run(const Task& t, Scratch& s, const Task* next = nullptr) const {
-        if (next) prefetch(*next, next->begin, next->end - next->begin < TILE ? next->end - next->begin : TILE);
         load_query(t, s.tile);
-        if (t.state) return segment(t, t.begin, t.end, s.tile, State(t.state, t.count));
+        if (t.state) return segment(t, t.begin, t.end, next, s.tile, State(t.state, t.count));
         State part(s.part, t.count), whole(s.whole, t.count);
-        segment(t, t.begin, t.begin + SEGMENT, s.tile, whole);
-        for (int at = t.begin + SEGMENT; at < t.end; at += SEGMENT) {
-            segment(t, at, at + SEGMENT, s.tile, part);
-            whole.merge(part, t.count, width);
+        for (int at = t.begin; at < t.end; at += SEGMENT) {
+            const Task* following = at + SEGMENT < t.end ? nullptr : next;
+            segment(t, at, at + SEGMENT, following, s.tile, at == t.begin ? whole : part);
+            if (at > t.begin) whole.merge(part, t.count, width);
         }
         finish(t, whole);
     }

@@ -97,7 +97,8 @@ struct FmaTile {
     }
 
     void unpack(const T* key_cache, const T* value_cache, const int64_t* index, int count, int key_dim,
-                int value_dim, int width) {
+                int value_dim, int width, Ahead& ahead) {
+        ahead.ask(1 << 20);
         unpack_keys(key_cache, index, (count + LANES - 1) / LANES, key_dim, keys);
         unpack_values(value_cache, index, count, value_dim, width, values);
     }

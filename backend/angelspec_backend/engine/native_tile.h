@@ -18,6 +18,24 @@ struct Visible {
     bool none() const { return low >= high || high <= 0; }
 };
 
+// Memory that will be read soon, asked for a few lines at a time between other work: all at once it would only
+// wait in the queue of the core, and the CPU cannot guess where the blocks of a sequence lie.
+struct Ahead {
+    struct Run {
+        const char *at, *end;
+    } runs[2 * TILE];
+    int count = 0, now = 0;
+
+    void add(const char* from, long bytes) { runs[count++] = {from, from + bytes}; }
+    void ask(int lines) {
+        for (; now < count && lines; lines--) {
+            __builtin_prefetch(runs[now].at);
+            runs[now].at += 64;
+            if (runs[now].at >= runs[now].end) now++;
+        }
+    }
+};
+
 // What online softmax knows so far about `count` queries.
 struct State {
     // The largest logit in units of log 2, and sums of the weights relative to it: [count], [count][LANES],
