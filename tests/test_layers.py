@@ -1,4 +1,4 @@
-"""Who may import whom: core <- engine <- drafters <- triton, and the client stands alone."""
+"""Who may import whom: core <- engine <- drafters <- training <- triton, and the client stands alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ ROOT = Path(__file__).resolve().parent.parent
 BACKEND = ROOT / "backend" / "angelspec_backend"
 CLIENT = ROOT / "client" / "angelspec_client"
 
-LAYERS = ["core", "engine", "drafters", "triton"]  # each may import those before it
+LAYERS = ["core", "engine", "drafters", "training", "triton"]  # each may import those before it
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
     "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
     "drafters": {"numpy", "torch", "transformers"},
+    "training": {
+        "numpy",
+        "torch",
+        "transformers",
+        "safetensors",
+        "pydantic",
+        "yaml",
+        "rich",
+        "matplotlib",
+        "tensorboard",
+    },
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},
 }

@@ -1,0 +1,1 @@
+"""Training of drafters: data, target features, objectives, the training loop."""
