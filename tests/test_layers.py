@@ -16,7 +16,7 @@ LAYERS = ["core", "engine", "drafters", "training", "triton"]  # each may import
 THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
     "engine": {"numpy", "torch", "transformers", "triton"},  # the language, not the server
-    "drafters": {"numpy", "torch", "transformers"},
+    "drafters": {"numpy", "torch", "transformers", "safetensors"},
     "training": {
         "numpy",
         "torch",

@@ -1,0 +1,155 @@
+"""The block drafters DFlash, DFlare, DFly and DSpark: one network for training and serving.
+
+Behind the backbone a head drafts slot after slot.  DFlash and DFlare take each slot's own likeliest token;
+DFly corrects a slot's hidden state, DSpark its logits, by the token drafted before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from angelspec_backend.drafters.backbone import BlockBackbone
+from angelspec_backend.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
+from angelspec_backend.drafters.spec import DrafterSpec
+
+Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From logits [n, draft_vocab], the blocks [n] they belong to and the index of the draft token in its block
+[n], to token ids of the target [n] and their probabilities [n]."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a head makes of one slot (or of many, the leading dimensions are free)."""
+
+    logits: Tensor  # [..., draft_vocab]
+    confidence: Tensor | None  # [...] before the sigmoid; None without a confidence head
+    state: Tensor | None  # [..., rank] of a recurrent head
+
+
+class BlockNetwork(BlockBackbone):
+    """A block drafter.  ``lm_head`` is the target's, or the rows of it that a draft vocabulary keeps."""
+
+    target_ids: Tensor | None  # [draft_vocab] ids of the draft vocabulary's tokens
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__(spec)
+        hidden, draft_vocab = spec.shape.hidden, spec.draft_vocab_size
+        self.lm_head = nn.Linear(hidden, draft_vocab or spec.vocab_size, bias=False).requires_grad_(False)
+        self.register_buffer("target_ids", torch.arange(draft_vocab) if draft_vocab else None)
+        self.hidden_correction = self.markov_head = self.confidence_head = None
+        if spec.correction_size:
+            self.hidden_correction = HiddenCorrection(hidden, spec.correction_size, spec.shape.eps)
+        if spec.markov_rank:
+            self.markov_head = MarkovHead(
+                spec.markov_kind, spec.vocab_size, self.lm_head.out_features, spec.markov_rank, hidden
+            )
+        if spec.confidence_head:
+            rank = spec.markov_rank if spec.confidence_with_markov else 0
+            self.confidence_head = ConfidenceHead(hidden, rank)
+
+    def base_logits(self, hidden: Tensor) -> Tensor | None:
+        """Logits that the previous token changes only by a bias; None if it changes the hidden state."""
+        return None if self.hidden_correction is not None else self.lm_head(hidden)
+
+    def correct(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+        """Hidden states as the LM head gets them: [..., hidden], [...] -> [..., hidden]"""
+        if self.hidden_correction is None:
+            return hidden
+        return self.hidden_correction.correct(hidden, self.embed_tokens(previous_ids))
+
+    def slot(
+        self, hidden: Tensor, base: Tensor | None, previous_ids: Tensor, state: Tensor | None = None
+    ) -> Slot:
+        """The head at one slot.
+
+        hidden: [..., hidden] of the backbone; base: its ``base_logits``; previous_ids: [...] tokens before
+        the one that the slot predicts; state: of the slot before.
+        """
+        logits = self.lm_head(self.correct(hidden, previous_ids)) if base is None else base
+        embedded = None
+        if self.markov_head is not None:
+            embedded = self.markov_head.markov_w1(previous_ids)
+            bias, state = self.markov_head(hidden, embedded, state)
+            logits = logits + bias
+        confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedded)
+        return Slot(logits, confidence, state)
+
+    def teacher_forced(self, hidden: Tensor, previous_ids: Tensor) -> Slot:
+        """The head at all slots, the tokens before them given.
+
+        hidden: [..., block_size, hidden]; previous_ids: [..., block_size] -> logits [..., block_size,
+        draft_vocab].  A recurrent state begins at the first drafted slot, as it does in ``draft``.
+        """
+        base = self.base_logits(hidden)
+        if self.markov_head is None or not self.markov_head.recurrent:
+            return self.slot(hidden, base, previous_ids)
+        assert base is not None
+        slots: list[Slot] = []
+        for k in range(hidden.shape[-2]):
+            state = slots[-1].state if k > 1 - self.spec.label_shift else None
+            slots.append(self.slot(hidden[..., k, :], base[..., k, :], previous_ids[..., k], state))
+        confidences = [slot.confidence for slot in slots if slot.confidence is not None]
+        return Slot(
+            torch.stack([slot.logits for slot in slots], -2),
+            torch.stack(confidences, -1) if confidences else None,
+            None,
+        )
+
+    def draft(
+        self, hidden: Tensor, anchor_ids: Tensor, choose: Choose | None = None, lens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draft tokens from the backbone's output.
+
+        hidden: [num_blocks, block_size, hidden]; anchor_ids: [num_blocks]; choose: greedy if not given;
+        lens: [num_blocks] draft tokens wanted, num_drafts if not given.
+        Returns token ids of the target and confidences in fp32 (the confidence head's, else the token's
+        probability), both [num_blocks, max(lens)], with zeros behind a block's own length.
+        """
+        choose = choose or self.greedy
+        hidden = hidden[:, 1 - self.spec.label_shift :]
+        if lens is None:
+            lens = torch.full((len(hidden),), hidden.shape[1], device=hidden.device)
+        width = int(lens.max()) if len(lens) else 0
+        hidden = hidden[:, :width]
+        wanted = torch.arange(width, device=hidden.device) < lens[:, None]  # [num_blocks, width]
+        tokens = torch.zeros(wanted.shape, dtype=torch.long, device=hidden.device)
+        confidence = torch.zeros(wanted.shape, device=hidden.device)
+        sequential = self.hidden_correction is not None or self.markov_head is not None
+        if not sequential:
+            block, index = wanted.nonzero(as_tuple=True)
+            chosen = hidden[block, index]
+            slot = self.slot(chosen, self.lm_head(chosen), anchor_ids[block])
+            tokens[block, index], confidence[block, index] = _choose(choose, slot, block, index)
+            return tokens, confidence
+        base, state = self.base_logits(hidden), None
+        for step in range(width):
+            block = wanted[:, step].nonzero()[:, 0]
+            previous = tokens[block, step - 1] if step else anchor_ids[block]
+            if state is not None:  # blocks only ever drop out
+                state = state[wanted[:, step][wanted[:, step - 1]]]
+            slot = self.slot(
+                hidden[block, step], None if base is None else base[block, step], previous, state
+            )
+            state = slot.state
+            tokens[block, step], confidence[block, step] = _choose(
+                choose, slot, block, torch.full_like(block, step)
+            )
+        return tokens, confidence
+
+    def greedy(self, logits: Tensor, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens, see ``Choose``."""
+        top, ids = logits.float().max(-1)
+        return self.to_target(ids), (top - logits.float().logsumexp(-1)).exp()
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as ids of the target's."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+
+def _choose(choose: Choose, slot: Slot, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, probability = choose(slot.logits, block, index)
+    return tokens, probability if slot.confidence is None else slot.confidence.sigmoid()
