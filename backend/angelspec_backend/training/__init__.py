@@ -1,1 +1,1 @@
-"""Training of drafters: data, target features, objectives, the training loop."""
+"""Training of drafters: data, masks, losses, optimisers."""

@@ -1,0 +1,171 @@
+"""Losses of one position, from a student's (drafter's) and a teacher's (target's) logits.
+
+Every function maps logits [n, vocab] to [n], computes in float32 and is differentiable in the student.
+p is the teacher's distribution, q the student's.  An objective over blocks or steps is arithmetic on these
+[n] values (objectives.py, ttt.py), so logits need never exist for all positions at once (chunks.py).
+
+The teacher may cover a draft vocabulary only: its logits are then those of the draft vocabulary's tokens,
+and the distribution is renormalised on them, as in EAGLE-3 (arXiv 2503.01840), unless `log_z` gives the
+log-normaliser over the whole vocabulary: then p keeps its true values, and 1 - TV is the true probability
+that a sampled draft token is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TopkVariant = Literal["a", "b"]
+
+
+def cross_entropy(student: Tensor, labels: Tensor) -> Tensor:
+    """-log q(label), and 0 for a label of -1, a token the student's vocabulary lacks.
+
+    student: [n, vocab]; labels: [n] int64 -> [n]
+    """
+    return F.cross_entropy(student.float(), labels, ignore_index=-1, reduction="none")
+
+
+def soft_cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
+    """-sum p log q: the KL divergence and the entropy of p, which has no gradient.  [n, vocab] -> [n]"""
+    return -(teacher.float().softmax(-1) * student.float().log_softmax(-1)).sum(-1)
+
+
+def total_variation(student: Tensor, teacher: Tensor, log_z: Tensor | None = None) -> Tensor:
+    """sum |p - q| / 2 = 1 - sum min(p, q).  [n, vocab], log_z [n] -> [n]"""
+    p, outside = _teacher(teacher, log_z)
+    return 0.5 * ((p - student.float().softmax(-1)).abs().sum(-1) + outside)
+
+
+def kl_divergence(student: Tensor, teacher: Tensor, log_z: Tensor | None = None) -> Tensor:
+    """KL(p || q); with log_z that of p renormalised on the draft vocabulary, times p's mass there.
+
+    student, teacher: [n, vocab]; log_z: [n] -> [n]
+    """
+    log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    return (_teacher(teacher, log_z)[0] * (log_p - log_q)).sum(-1)
+
+
+def _teacher(teacher: Tensor, log_z: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    """p [n, vocab] and its mass outside these tokens [n]."""
+    if log_z is None:
+        return teacher.float().softmax(-1), 0.0
+    p = (teacher.float() - log_z[:, None]).exp()
+    return p, (1 - p.sum(-1)).clamp(min=0)
+
+
+def keep_top(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Logits of the teacher's k likeliest tokens, of both: [n, vocab] -> [n, min(k, vocab)] each.
+
+    A distance between them is one between both distributions renormalised on these tokens.
+    """
+    if k >= teacher.shape[-1]:
+        return student, teacher
+    top, ids = teacher.topk(k, -1, sorted=False)
+    return student.gather(-1, ids), top
+
+
+def topk_kl(student: Tensor, teacher: Tensor, k: int, variant: TopkVariant) -> Tensor:
+    """KL divergence on the teacher's k likeliest tokens.  [n, vocab] -> [n]
+
+    Variant "a" renormalises both there; "b" sums these tokens' terms of the full divergence, which may be
+    negative.
+    """
+    if variant == "a":
+        return kl_divergence(*keep_top(student, teacher, k))
+    log_q, log_p = keep_top(student.float().log_softmax(-1), teacher.float().log_softmax(-1), k)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def lk_hybrid(kl: Tensor, tv: Tensor, eta: float = 3.0) -> Tensor:
+    """l * KL + (1 - l) * TV, l = exp(-eta * (1 - TV)) without gradient.  [n], [n] -> [n]
+
+    KL leads while the distributions are far apart, where TV hardly has a gradient.  LK losses (arXiv 2602.23881).
+    """
+    share = torch.exp(-eta * (1 - tv.detach()))
+    return share * kl + (1 - share) * tv
+
+
+def lk_alpha(tv: Tensor) -> Tensor:
+    """-log of the acceptance probability 1 - TV.  LK losses (arXiv 2602.23881).  [n] -> [n]"""
+    return -(1 - tv).clamp(min=1e-10).log()
+
+
+@dataclass(frozen=True)
+class TermOptions:
+    """Which terms `position_terms` computes beyond those of the label; all but these need a teacher."""
+
+    tv: bool = False
+    kl: bool = False
+    soft_ce: bool = False
+    support: int = 0  # tv and kl are taken on the teacher's `support` likeliest tokens; 0: on all
+    topk: int = 0  # of topk_kl; 0: none
+    topk_variant: TopkVariant = "b"
+
+    @property
+    def need_teacher(self) -> bool:
+        """Whether any term compares with a teacher."""
+        return self.tv or self.kl or self.soft_ce or self.topk > 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Losses of each position.  All are of one shape: [n], or [blocks, drafts] after `view`."""
+
+    ce: Tensor
+    hit: Tensor  # bool: the label is the student's likeliest token
+    reachable: Tensor  # bool: the label is in the student's vocabulary
+    tv: Tensor | None = None
+    kl: Tensor | None = None
+    topk_kl: Tensor | None = None
+    soft_ce: Tensor | None = None
+
+    def view(self, *shape: int) -> Terms:
+        """The same terms in another shape."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Terms(
+            **{name: None if value is None else value.view(*shape) for name, value in values.items()}
+        )
+
+    @property
+    def confidence(self) -> Tensor:
+        """q(label), without gradient."""
+        return torch.exp(-self.ce.detach()) * self.reachable
+
+
+def position_terms(
+    student: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    options: TermOptions | None = None,
+    log_z: Tensor | None = None,
+) -> Terms:
+    """The terms an objective needs, of each position.
+
+    student, teacher: [n, vocab] logits; labels: [n] ids in that vocabulary, -1: not in it; log_z: [n]
+    Raises ValueError if a term needs a teacher and there is none.
+    """
+    options = options or TermOptions()
+    if options.need_teacher and teacher is None:
+        raise ValueError("these loss terms compare with a teacher: teacher logits are None")
+    student = student.float()
+    terms = {
+        "ce": cross_entropy(student, labels),
+        "hit": student.argmax(-1) == labels,
+        "reachable": labels >= 0,
+    }
+    if teacher is not None and options.need_teacher:
+        pair = keep_top(student, teacher, options.support) if options.support else (student, teacher)
+        if options.tv:
+            terms["tv"] = total_variation(*pair, log_z)
+        if options.kl:
+            terms["kl"] = kl_divergence(*pair, log_z)
+        if options.soft_ce:
+            terms["soft_ce"] = soft_cross_entropy(student, teacher)
+        if options.topk:
+            terms["topk_kl"] = topk_kl(student, teacher, options.topk, options.topk_variant)
+    return Terms(**terms)
