@@ -2,7 +2,7 @@
 
     python scripts/collect_text.py --out data/text.jsonl FOLDER [FOLDER ...]
 
-Reads .txt, .rst, .md, .html and .py, compressed with gzip or not; of half of the Python files only the
+Reads .txt, .rst, .md, .html, .page and .py, compressed with gzip or not; of half of the Python files only the
 docstrings.  Every folder gives at most --per-folder tokens.  Writes JSON lines of {"text", "source"}.
 """
 

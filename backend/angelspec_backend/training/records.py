@@ -16,8 +16,8 @@ class RecordError(ValueError):
     """A data file cannot be read; the message says which line and why."""
 
 
-def read_lines(path: Path) -> list[tuple[str, Any]]:
-    """(where, value) of every line that is not empty or null.
+def read_lines(path: Path, limit: int | None = None) -> list[tuple[str, Any]]:
+    """(where, value) of every line that is not empty or null; of the first ``limit`` lines if given.
 
     Raises:
         RecordError: the file is missing, or a line is not JSON.
@@ -27,7 +27,7 @@ def read_lines(path: Path) -> list[tuple[str, Any]]:
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:limit], 1):
         if not line.strip():
             continue
         try:

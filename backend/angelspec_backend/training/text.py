@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-SUFFIXES = (".txt", ".rst", ".md", ".html", ".htm", ".py")
+MARKUP = (".html", ".htm", ".xhtml", ".page")
+SUFFIXES = (".txt", ".rst", ".md", ".py", *MARKUP)
 """Files that are read; each may also be compressed with gzip."""
 
 NGRAM = 13
@@ -83,7 +84,7 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError, EOFError):
         return ""
     name = path.name.removesuffix(".gz")
-    if name.endswith((".html", ".htm")):
+    if name.endswith(MARKUP):
         raw = html_text(raw)
     elif name.endswith(".py"):
         raw = python_text(raw)
