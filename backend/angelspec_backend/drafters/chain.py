@@ -94,7 +94,7 @@ class ChainNetwork(nn.Module):
         """token_ids: [n] of the target's vocabulary; positions: [n] of the rows -> [n, hidden]"""
         return F.embedding(token_ids, self.embed_tokens)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
+    def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft tokens as the target calls them.  [n] -> [n]"""
         return draft_ids if self.vocab is None else self.vocab.target_ids[draft_ids]
 

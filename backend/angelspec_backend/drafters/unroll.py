@@ -18,6 +18,7 @@ from angelspec_backend.drafters.chain import ChainNetwork
 class UnrolledStep:
     """One step for all rows."""
 
+    hidden: Tensor  # [n, hidden] what the next step is fed
     output: Tensor  # [n, hidden] what the head read
     logits: Tensor | None  # [n, draft vocabulary]; row j of step i predicts the token at j + 2 + i
 
@@ -83,9 +84,9 @@ def unroll(
         hidden, output = network.step(attend, embeddings, hidden, positions)
         drafting = on_policy and step + 1 < num_steps
         logits = network.logits(output) if with_logits or drafting else None
-        steps.append(UnrolledStep(output, logits if with_logits else None))
+        steps.append(UnrolledStep(hidden, output, logits if with_logits else None))
         if drafting and logits is not None:
-            tokens = network.target_ids(logits.detach().argmax(-1))
+            tokens = network.to_target(logits.detach().argmax(-1))
         else:
             tokens = shifted(token_ids, step + 2, documents)
     return steps
