@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angelspec_backend.drafters.layers import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, Rotary
 from angelspec_backend.drafters.spec import DrafterSpec
+from angelspec_backend.drafters.target_parts import TargetParts
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -39,14 +41,28 @@ class BlockAttention(Attention):
 
 
 class BlockBackbone(nn.Module):
-    """Context, block input and layers of a block drafter.  ``embed_tokens`` is the target's, and frozen."""
+    """Context, block input and layers of a block drafter."""
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    embed_tokens: Tensor  # [vocab_size, hidden], the target's
+
+    def __init__(self, spec: DrafterSpec, target: TargetParts) -> None:
+        """Random weights.
+
+        Raises:
+            ValueError: spec and target contradict each other.
+        """
         super().__init__()
         shape, kind = spec.shape, spec.kind
         hidden, num_taps = shape.hidden, len(spec.tap_ids)
+        for name, found, expected in (
+            ("vocab_size", spec.vocab_size, target.vocab_size),
+            ("hidden", hidden, target.hidden_size),
+            *([("target_hidden", spec.target_hidden, hidden)] if kind in ("dflare", "dfly") else []),
+        ):
+            if found != expected:
+                raise ValueError(f"{name} is {found}, but must be {expected}")
         self.spec = spec
-        self.embed_tokens = nn.Embedding(spec.vocab_size, hidden).requires_grad_(False)
+        self.register_buffer("embed_tokens", target.embed_tokens, persistent=False)
         self.layer_fusion_weights: nn.Parameter | None = None
         self.context_proj = None
         if kind in ("dflare", "dfly"):
@@ -93,7 +109,7 @@ class BlockBackbone(nn.Module):
 
     def block_hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The backbone over slots of any blocks: token_ids, positions: [n] -> [n, hidden], after the norm."""
-        hidden = self.embed_tokens(token_ids)
+        hidden = F.embedding(token_ids, self.embed_tokens)
         rotary = self._rotary(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotary, attend, index)

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from angelspec_backend.drafters.backbone import BlockBackbone
+from angelspec_backend.drafters.chain import FrozenHead
+from angelspec_backend.drafters.draft_vocab import DraftVocab
 from angelspec_backend.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
 from angelspec_backend.drafters.spec import DrafterSpec
+from angelspec_backend.drafters.target_parts import TargetParts
 
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From logits [n, draft_vocab], the blocks [n] they belong to and the index of the draft token in its block
@@ -33,19 +37,25 @@ class Slot:
 class BlockNetwork(BlockBackbone):
     """A block drafter.  ``lm_head`` is the target's, or the rows of it that a draft vocabulary keeps."""
 
-    target_ids: Tensor | None  # [draft_vocab] ids of the draft vocabulary's tokens
+    def __init__(self, spec: DrafterSpec, target: TargetParts, vocab: DraftVocab | None = None) -> None:
+        """Random weights.  vocab: the tokens it can draft; None: all.
 
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__(spec)
-        hidden, draft_vocab = spec.shape.hidden, spec.draft_vocab_size
-        self.lm_head = nn.Linear(hidden, draft_vocab or spec.vocab_size, bias=False).requires_grad_(False)
-        self.register_buffer("target_ids", torch.arange(draft_vocab) if draft_vocab else None)
+        Raises:
+            ValueError: spec, target and vocab contradict each other.
+        """
+        super().__init__(spec, target)
+        found, expected = spec.draft_vocab_size, 0 if vocab is None else len(vocab)
+        if found != expected:
+            raise ValueError(f"draft_vocab_size is {found}, but must be {expected}")
+        hidden, self.vocab = spec.shape.hidden, vocab
+        rows = target.lm_head if vocab is None else target.lm_head[vocab.target_ids.to(target.lm_head.device)]
+        self.lm_head = FrozenHead(rows)
         self.hidden_correction = self.markov_head = self.confidence_head = None
         if spec.correction_size:
             self.hidden_correction = HiddenCorrection(hidden, spec.correction_size, spec.shape.eps)
         if spec.markov_rank:
             self.markov_head = MarkovHead(
-                spec.markov_kind, spec.vocab_size, self.lm_head.out_features, spec.markov_rank, hidden
+                spec.markov_kind, spec.vocab_size, len(rows), spec.markov_rank, hidden
             )
         if spec.confidence_head:
             rank = spec.markov_rank if spec.confidence_with_markov else 0
@@ -59,7 +69,7 @@ class BlockNetwork(BlockBackbone):
         """Hidden states as the LM head gets them: [..., hidden], [...] -> [..., hidden]"""
         if self.hidden_correction is None:
             return hidden
-        return self.hidden_correction.correct(hidden, self.embed_tokens(previous_ids))
+        return self.hidden_correction.correct(hidden, F.embedding(previous_ids, self.embed_tokens))
 
     def slot(
         self, hidden: Tensor, base: Tensor | None, previous_ids: Tensor, state: Tensor | None = None
@@ -147,7 +157,14 @@ class BlockNetwork(BlockBackbone):
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+        return draft_ids if self.vocab is None else self.vocab.target_ids[draft_ids]
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint of this drafter holds, under the names of training."""
+        tensors = {name.removeprefix("vocab."): t.detach() for name, t in self.state_dict().items()}
+        if self.vocab is not None:
+            tensors["t2d"] = self.vocab.t2d()
+        return tensors
 
 
 def _choose(choose: Choose, slot: Slot, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
