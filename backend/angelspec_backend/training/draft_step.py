@@ -1,0 +1,58 @@
+"""What a training step computes: the terms of every draft of every block, whatever the kind of drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from angelspec_backend.training.batches import Batch
+from angelspec_backend.training.losses import Terms
+from angelspec_backend.training.metrics import Survival, survival
+
+
+@dataclass(frozen=True)
+class DraftTerms:
+    """Of all blocks of a batch; the rows of a chain drafter are blocks of ``num_steps`` drafts."""
+
+    terms: Terms  # [blocks, drafts]
+    valid: Tensor  # [blocks, drafts] bool: drafts that are supervised
+    documents: Tensor  # [blocks] index in the batch's documents
+    confidence: Tensor | None = None  # [blocks, drafts] of a confidence head, before the sigmoid
+
+    def survival(self, blocks: Tensor | None = None) -> Survival:
+        """How far greedy drafts get; of some blocks if given ([blocks] bool)."""
+        accept = self.terms.hit & self.terms.reachable
+        if blocks is None:
+            return survival(accept, self.valid)
+        return survival(accept[blocks], self.valid[blocks])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A scalar to minimise, and what it is made of."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+def spread(terms: Terms, index: Tensor, size: int) -> Terms:
+    """Terms of some positions among zeros.  terms: [n]; index: [n] their places in [size]."""
+    values = {field.name: getattr(terms, field.name) for field in fields(terms)}
+
+    def place(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.new_zeros(size).index_put((index,), value)
+
+    return Terms(**{name: place(value) for name, value in values.items()})  # type: ignore[arg-type]
+
+
+def row_generators(seeds: list[int]) -> list[torch.Generator]:
+    """A generator of random numbers for each row."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def num_anchors(batch: Batch, density: float) -> list[int]:
+    """Blocks that each document gets: ``density`` per token to be predicted, at least one."""
+    counts = torch.bincount(batch.document_ids[batch.supervised], minlength=len(batch.documents))
+    return [max(round(density * count), 1) for count in counts.tolist()]
