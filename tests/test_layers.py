@@ -27,6 +27,7 @@ THIRD_PARTY = {
         "rich",
         "matplotlib",
         "tensorboard",
+        "jinja2",
     },
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},

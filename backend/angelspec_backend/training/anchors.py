@@ -33,7 +33,8 @@ def eligible_anchors(
 ) -> Tensor:
     """[seq] bool: where a block may be anchored.
 
-    loss_mask: [seq] supervised tokens; block_size: slots of a block, anchor included; doc_ids: [seq], -1: padding
+    loss_mask: [seq] supervised tokens; doc_ids: [seq], -1: padding
+    block_size: slots of a block, the anchor included
     "whole": the block's last slot lies in the same document (AngelSpec's rule, by which a document's last
       tokens are hardly ever predicted from nearby).
     "tails": at least the next token is supervised in the same document; what lies beyond the end is masked.

@@ -83,7 +83,12 @@ class ChainStep(nn.Module):
     def loss(self, drafts: DraftTerms) -> Loss:
         """The objective of all rows and steps."""
         columns = [
-            Terms(**{name: None if value is None else value[:, step] for name, value in vars(drafts.terms).items()})
+            Terms(
+                **{
+                    name: None if value is None else value[:, step]
+                    for name, value in vars(drafts.terms).items()
+                }
+            )
             for step in range(drafts.valid.shape[1])
         ]
         found = steps_loss(columns, drafts.valid.T, self.objective)

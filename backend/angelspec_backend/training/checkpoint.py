@@ -51,7 +51,9 @@ class Checkpoints:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch meets in a broken file
-            raise CheckpointError(f"{path} cannot be read ({error}); delete it to go on from the one before") from None
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); delete it to go on from the one before"
+            ) from None
         return state
 
     def best(self) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,5 @@ def chunked_terms(
 
 def join(parts: Sequence[Terms]) -> Terms:
     """Terms of consecutive positions as one."""
-    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Terms)}
-    return Terms(
-        **{name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-    )
+    present = [field.name for field in fields(Terms) if getattr(parts[0], field.name) is not None]
+    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in present})

@@ -43,16 +43,22 @@ class DrafterConfig(_Section):
     """What is trained."""
 
     kind: DrafterKind = "dfly"
-    start: str = Field("target", description="'target': its layers; 'random'; or an exported drafter's folder")
+    start: str = Field(
+        "target", description="'target': its layers; 'random'; or an exported drafter's folder"
+    )
     num_layers: int = Field(2, ge=1, le=64, description="of a block drafter; chain drafters have one")
     start_layers: tuple[int, ...] = Field((), description="target layers to start from; none: its last ones")
-    tap_ids: tuple[int, ...] = Field((), description="target layers whose outputs are read; none: spread evenly")
+    tap_ids: tuple[int, ...] = Field(
+        (), description="target layers whose outputs are read; none: spread evenly"
+    )
     num_taps: int = Field(5, ge=1, description="of a block drafter without tap_ids")
     draft_vocab_size: int = Field(0, ge=0, description="most frequent tokens that can be drafted; 0: all")
     block_size: int = Field(8, ge=2, le=64, description="slots of a block, the anchor's included")
     mask_token_id: int | None = Field(None, description="none: the token least used in the data")
     label_shift: Literal[0, 1] = 0
-    correction_size: int | None = Field(None, description="DFly's hidden correction; none: hidden size; 0: none")
+    correction_size: int | None = Field(
+        None, description="DFly's hidden correction; none: hidden size; 0: none"
+    )
     markov_rank: int = Field(256, ge=0, description="DSpark's Markov head")
     markov_kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence_head: bool = Field(True, description="DSpark's")
@@ -68,14 +74,18 @@ class DrafterConfig(_Section):
 class RunConfig(_Section):
     """How long, how fast, and what is written."""
 
-    out: Path = Field(Path("runs/drafter"), description="folder of checkpoints, logs and the exported drafter")
+    out: Path = Field(
+        Path("runs/drafter"), description="folder of checkpoints, logs and the exported drafter"
+    )
     steps: int = Field(0, ge=0, description="0: as many as epochs take")
     epochs: float = Field(1.0, gt=0)
     seed: int = Field(0, ge=0)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0, description="0: torch's choice")
-    sharding: Literal["none", "full"] = Field("none", description="full: FSDP2 over the processes of torchrun")
+    sharding: Literal["none", "full"] = Field(
+        "none", description="full: FSDP2 over the processes of torchrun"
+    )
     chunk: int = Field(4096, ge=16, description="positions whose logits are in memory at a time")
     recompute: bool = Field(False, description="make logits again in the backward pass: less memory, slower")
     log_every: int = Field(10, ge=1)

@@ -87,7 +87,9 @@ class Processes:
             for parameter in parameters.values():
                 parameter.data = parameter.data.to(dtype)
             return
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for module in step.modules():
             if isinstance(module, DecoderLayer):
                 fully_shard(module, mp_policy=policy)
@@ -108,8 +110,3 @@ class Processes:
         for gradient in gradients:
             if isinstance(gradient, DTensor):
                 gradient.mul_(self.world_size)
-
-
-def whole(value: Tensor) -> Tensor:
-    """A parameter as one tensor, wherever its shards lie."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,6 +1,6 @@
 """Labels and teachers of a drafter that knows only some of the target's tokens.
 
-draft_ids: [draft_vocab] int64, the target's id of each draft token, that is `arange + d2t` in EAGLE-3's files.
+draft_ids: [draft_vocab] int64, the target's id of each draft token: `arange + d2t` in EAGLE-3's files.
 """
 
 from __future__ import annotations

@@ -139,7 +139,9 @@ class FeatureCache:
             lens = [len(self._corpus.documents[index]) for index in missing]
             for index, part in zip(missing, both.split(lens), strict=True):
                 view = torch.int16 if self._data.dtype == np.int16 else torch.int32
-                self._data[self._starts[index] : self._starts[index + 1]] = part.contiguous().view(view).numpy()
+                self._data[self._starts[index] : self._starts[index + 1]] = (
+                    part.contiguous().view(view).numpy()
+                )
                 self._done[index] = 1
         slices = [self._data[self._starts[index] : self._starts[index + 1]] for index in documents]
         both = torch.from_numpy(np.concatenate(slices)).view(self._dtype).to(self._target.runner.device)

@@ -12,7 +12,7 @@ that a sampled draft token is accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -84,7 +84,7 @@ def topk_kl(student: Tensor, teacher: Tensor, k: int, variant: TopkVariant) -> T
 def lk_hybrid(kl: Tensor, tv: Tensor, eta: float = 3.0) -> Tensor:
     """l * KL + (1 - l) * TV, l = exp(-eta * (1 - TV)) without gradient.  [n], [n] -> [n]
 
-    KL leads while the distributions are far apart, where TV hardly has a gradient.  LK losses (arXiv 2602.23881).
+    KL leads while the two are far apart, where TV hardly has a gradient.  LK losses (arXiv 2602.23881).
     """
     share = torch.exp(-eta * (1 - tv.detach()))
     return share * kl + (1 - share) * tv
@@ -126,10 +126,8 @@ class Terms:
 
     def view(self, *shape: int) -> Terms:
         """The same terms in another shape."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Terms(
-            **{name: None if value is None else value.view(*shape) for name, value in values.items()}
-        )
+        present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return replace(self, **{name: getattr(self, name).view(*shape) for name in present})
 
     @property
     def confidence(self) -> Tensor:

@@ -132,7 +132,7 @@ def block_loss(
     """The objective of a batch of blocks.
 
     terms: [blocks, drafts]; valid: [blocks, drafts] bool, supervised drafts of real blocks;
-    confidence_logits: [blocks, drafts], of a confidence head; its target is the acceptance probability 1 - TV.
+    confidence_logits: [blocks, drafts], of a confidence head, whose target is the acceptance 1 - TV.
     Raises ValueError if the objective weighs a confidence and there is none.
     """
     if objective.weighting == "dpace":

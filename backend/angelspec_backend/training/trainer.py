@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import Any
 
 import torch
 
-from angelspec_backend.drafters.checkpoint import DrafterNetwork, export_drafter
+from angelspec_backend.drafters.checkpoint import DrafterNetwork
 from angelspec_backend.training.batches import BatchSource
-from angelspec_backend.training.checkpoint import CheckpointError, Checkpoints, write_durably
+from angelspec_backend.training.checkpoint import Checkpoints, write_durably
 from angelspec_backend.training.config import TrainConfig, dump_config
 from angelspec_backend.training.corpus import Corpus
-from angelspec_backend.training.distributed import Processes, whole
+from angelspec_backend.training.distributed import Processes
 from angelspec_backend.training.evaluate import Evaluation, GetFeatures, Step, evaluate, held_out_sample
 from angelspec_backend.training.log import RunLog, draw_curves, versions
 from angelspec_backend.training.optim import MasterOptimizer
 from angelspec_backend.training.progress import ProgressBar
+from angelspec_backend.training.run_state import Window, capture, check_identity, export, identity, restore
 from angelspec_backend.training.schedule import Schedule
-
-CHANGEABLE = {"out", "device", "threads", "chunk", "recompute", "log_every", "eval_every", "eval_documents",
-              "save_every", "keep", "tensorboard"}  # fmt: skip
-"""Options of section run that a continued run may change."""
 
 
 class Trainer:
@@ -66,7 +61,7 @@ class Trainer:
         processes.shard(step, run.sharding, getattr(torch, run.dtype))
         self._optimizer = MasterOptimizer(step.named_parameters(), config.optimizer)
         self._checkpoints = Checkpoints(run.out / "checkpoints", run.keep)
-        self._identity = {"config": _fixed(config), "train": train.fingerprint()}
+        self._identity = identity(config, train.fingerprint())
         self.start = self._resume()
 
     def run(self) -> Evaluation | None:
@@ -76,18 +71,20 @@ class Trainer:
         if main:
             write_durably(run.out / "config.yaml", lambda file: file.write(dump_config(self.config).encode()))
             about = {"versions": versions(), "steps": self.steps, "seed": run.seed}
-            write_durably(run.out / "about.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
+            write_durably(
+                run.out / "about.json", lambda file: file.write(json.dumps(about, indent=1).encode())
+            )
         evaluation = None
         with ProgressBar("steps", self.steps, self.start) as bar:
-            window = _Window()
+            window = Window()
             for number in range(self.start, self.steps):
                 window.add(*self._train(number))
                 done = number + 1
                 if log and (done % run.log_every == 0 or done == self.steps):
                     values = window.means() | {"train/lr": self._schedule.at(number)}
                     log.write(done, values | {"train/epoch": self._source.epoch_of(number)})
-                    bar.update(done, window.text(evaluation))
-                    window = _Window()
+                    bar.update(done, window.text())
+                    window = Window()
                 if self._sample and (done % run.eval_every == 0 or done == self.steps):
                     evaluation = self.evaluate()
                     if log:
@@ -120,37 +117,19 @@ class Trainer:
         return values | {"train/accepted_length": 1 + accepted}, len(batch.token_ids)
 
     def _save(self, done: int, evaluation: Evaluation | None) -> None:
-        weights = {name: whole(value).detach() for name, value in self._step.named_parameters()}
-        optimizer = _map(self._optimizer.state_dict(), whole)
+        state = capture(self._step, self._optimizer)
         if self._processes.is_main:
+            out = self.config.run.out
             best = evaluation is not None and self._checkpoints.offer(done, evaluation.accepted_length)
-            state = {"step": done, "weights": weights, "optimizer": optimizer, "identity": self._identity}
-            self._checkpoints.save(done, state)
+            self._checkpoints.save(done, {"step": done, "identity": self._identity, **state})
             for name in ("last", "best") if best else ("last",):
-                self._export(self.config.run.out / name, weights)
+                export(self._network, state["weights"], out / name, self.config)
         self._processes.barrier()
 
-    def _export(self, folder: Any, weights: dict[str, torch.Tensor]) -> None:
-        """Write the drafter in bf16, beside what made it."""
-        own = self._network.own_tensors
-        tensors = {name.removeprefix("network."): value for name, value in weights.items()}
-        export_drafter(_Exported(self._network, own(), tensors), folder)  # type: ignore[arg-type]
-        (folder / "training.yaml").write_text(dump_config(self.config), encoding="utf-8")
-        (folder / "versions.json").write_text(json.dumps(versions(), indent=1), encoding="utf-8")
-
-    @torch.no_grad()
     def _resume(self) -> int:
         state = self._checkpoints.load()
         if state is None:
             return 0
-        for name, value in self._identity.items():
-            if state["identity"].get(name) != value:
-                raise CheckpointError(
-                    f"{self._checkpoints.folder} holds a run with another {name} "
-                    f"({_difference(state['identity'].get(name), value)}): "
-                    f"continue with the same, or give another run.out"
-                )
-        for name, parameter in self._step.named_parameters():
-            _put(parameter, state["weights"][name])
-        self._optimizer.load_state_dict(_like(state["optimizer"], self._optimizer.state_dict()))
+        check_identity(self._checkpoints.folder, state["identity"], self._identity)
+        restore(self._step, self._optimizer, state)
         return int(state["step"])

@@ -37,7 +37,8 @@ def step_rows(
 ) -> StepRows:
     """The rows of one step.
 
-    input_ids: [seq]; loss_mask: [seq], tokens to be predicted; doc_ids: [seq], -1: padding, or None: one document
+    input_ids: [seq]; loss_mask: [seq], tokens to be predicted
+    doc_ids: [seq], -1: padding; None: one document
     mask_shift: 2 looks the mask up at the label; EAGLE-3 as first published uses 0
     A row is valid if its label is supervised, exists and lies in the row's own document.
     """
