@@ -40,14 +40,14 @@ def parse_arguments() -> argparse.Namespace:
 def collect(
     folder: Path, collector: Collector, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> list[str]:
-    """JSON lines of one folder, and how many tokens they hold."""
+    """The lines of one folder."""
     lines: list[str] = []
     tokens = 0
     for file in find_files(folder):
         for document in collector.documents(read_text(file)):
             ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) > options.max_tokens:
-                document = tokenizer.decode(ids[: options.max_tokens])
+                document = str(tokenizer.decode(ids[: options.max_tokens]))
             tokens += min(len(ids), options.max_tokens)
             record = {
                 "text": document,

@@ -15,10 +15,10 @@ from angelspec_backend.drafters.chain import ChainNetwork
 from angelspec_backend.drafters.eagle3_format import load_eagle3
 from angelspec_backend.drafters.mtp_format import load_mtp
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.unroll import UnrolledStep, unroll
+from angelspec_backend.drafters.unroll import UnrolledStep, shifted, unroll
 from angelspec_backend.training.draft_vocab import covered_by, draft_index
 from angelspec_backend.training.losses import position_terms
-from angelspec_backend.training.ttt import StepObjective, StepsLoss, shift_left, step_rows, steps_loss
+from angelspec_backend.training.ttt import StepObjective, StepsLoss, step_rows, steps_loss
 
 HIDDEN, LOSS, GRADIENT = (2e-5, 1e-5), (1e-6, 1e-5), (2e-5, 1e-5)
 """Absolute and relative tolerances of float32 quantities."""
@@ -108,7 +108,7 @@ def check_experts(network: Any, vectors: dict[str, Tensor], compare: Compare) ->
 def objective(options: dict[str, Any]) -> StepObjective:
     """A case of the MTP losses as an objective of this project."""
     form, top = options.get("single_step_form"), int(options.get("kl_topk", 0))
-    distill = form or (("topk_kl" if top else "kl") if options.get("use_kl") else "none")
+    distill: Any = form or (("topk_kl" if top else "kl") if options.get("use_kl") else "none")
     return StepObjective(
         distill=distill,
         support=top if form else 0,
@@ -185,11 +185,12 @@ def check_eagle3_loss(
     assert network.vocab is not None
     head = load_file(folder / "target.safetensors")["lm_head.weight"]
     tokens, mask = vectors["in.input_ids"], vectors["in.train_loss_mask"]
+    hidden = vectors["in.train_last_hidden"]
     index = draft_index(network.vocab.target_ids, head.shape[0])
     for number, step in enumerate(unroll(network, hidden_states, tokens, 3)):
         rows = step_rows(tokens, mask, number, mask_shift=0)
-        # Behind the end the teacher's hidden state is zero, and such rows may count (its mask is not shifted).
-        at_row = shift_left(vectors["in.train_last_hidden"], number + 1) @ head.T  # [seq, vocab]
+        # Behind the end the teacher's hidden state is zero.  Such rows may count, as the mask is not shifted.
+        at_row = shifted(hidden, number + 1, torch.zeros_like(tokens)) @ head.T  # [seq, vocab]
         terms = position_terms(
             _logits(step),
             index[at_row.argmax(-1)],

@@ -87,9 +87,7 @@ class BatchSource:
         """A seed for each row of this process, the same whichever process has the row."""
         first = step * self.rows_per_step
         numbers = range(first, first + self.rows_per_step)[self._rank :: self._world_size]
-        return [
-            int(np.random.SeedSequence([self._seed, n]).generate_state(1, np.uint64)[0] >> 1) for n in numbers
-        ]
+        return [int(np.random.SeedSequence([self._seed, n]).generate_state(1)[0]) for n in numbers]
 
     def _add_epoch(self) -> None:
         order = np.random.default_rng([self._seed, len(self._epochs)]).permutation(len(self.corpus.documents))

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angelspec_backend.drafters.blocks import BlockNetwork
-from angelspec_backend.drafters.masked import block_hidden_states, previous_ids
+from angelspec_backend.drafters.masked import previous_ids
+from angelspec_backend.training import fused_terms
 from angelspec_backend.training.anchors import block_labels, choose_anchors, eligible_anchors, pad_anchors
 from angelspec_backend.training.batches import Batch
+from angelspec_backend.training.block_attention import BlockAttend
 from angelspec_backend.training.chunks import chunked_terms
 from angelspec_backend.training.draft_step import DraftTerms, Loss, num_anchors, row_generators, spread
 from angelspec_backend.training.draft_vocab import draft_index
@@ -29,7 +31,7 @@ class Blocks:
     """The blocks of padded rows."""
 
     anchors: Tensor  # [rows, blocks]
-    mask: Tensor  # [rows, blocks * block_size, length + blocks * block_size]
+    sees: Tensor  # [rows, blocks, length] bool: its context
     labels: Tensor  # [rows, blocks, drafts] token ids
     teacher: Tensor  # [rows, blocks, drafts] positions in the row whose target logits are the teacher
     valid: Tensor  # [rows, blocks, drafts]
@@ -37,6 +39,8 @@ class Blocks:
 
 class BlockStep(nn.Module):
     """The network and its objective."""
+
+    index: Tensor  # [vocab_size] ids of the draft vocabulary, -1: not in it
 
     def __init__(
         self,
@@ -59,14 +63,7 @@ class BlockStep(nn.Module):
         network, spec = self.network, self.network.spec
         blocks = self._plan(batch, seeds, rule)
         token_ids = batch.rows(batch.token_ids)  # [rows, length]
-        hidden = block_hidden_states(
-            network,
-            batch.rows(features.taps),
-            token_ids,
-            blocks.anchors,
-            blocks.mask,
-            batch.rows(batch.positions),
-        )
+        hidden = self._hidden(batch, features, token_ids, blocks)
         previous = previous_ids(token_ids, blocks.anchors, spec.block_size, spec.label_shift)
         first = 1 - spec.label_shift  # slot 0 of the same-position convention drafts nothing
         where = blocks.valid.flatten().nonzero()[:, 0]  # [n] drafts that count
@@ -83,6 +80,16 @@ class BlockStep(nn.Module):
             documents.flatten(),
             None if confidence is None else confidence.view(*shape),
         )
+
+    def _hidden(self, batch: Batch, features: Features, token_ids: Tensor, blocks: Blocks) -> Tensor:
+        """The backbone over all blocks: [rows, blocks, block_size, hidden]"""
+        network, positions = self.network, batch.rows(batch.positions)
+        context = network.context_key_values(batch.rows(features.taps).flatten(0, 1), positions.flatten())
+        ids = network.block_ids(token_ids.gather(1, blocks.anchors))  # [rows, blocks, block_size]
+        slots = torch.arange(ids.shape[-1], device=ids.device)
+        at = positions.gather(1, blocks.anchors)[..., None] + slots
+        hidden = network.block_hidden(ids.flatten(), at.flatten(), BlockAttend(context, blocks.sees))
+        return hidden.view(*ids.shape, -1)
 
     def loss(self, drafts: DraftTerms) -> Loss:
         """The objective of all blocks."""
@@ -119,11 +126,15 @@ class BlockStep(nn.Module):
             confidence = None if slot.confidence is None else slot.confidence[:, :, first:]
             return position_terms(logits, labels, teacher(at), options), confidence
 
+        flat = hidden[:, :, first:].flatten(0, 2)[where], previous[:, :, first:].flatten()[where], labels, at
+        if network.markov_head is None and fused_terms.supports(options):
+            corrected = network.correct(*flat[:2])
+            return fused_terms.fused_terms(corrected, labels, head, last[at]), None
+
         def of_chunk(hidden: Tensor, previous: Tensor, labels: Tensor, at: Tensor) -> Terms:
             slot = network.slot(hidden, network.base_logits(hidden), previous)
             return position_terms(slot.logits, labels, teacher(at), options)
 
-        flat = hidden[:, :, first:].flatten(0, 2)[where], previous[:, :, first:].flatten()[where], labels, at
         return chunked_terms(of_chunk, flat, self._chunk, self._recompute), None
 
     @torch.no_grad()
@@ -146,9 +157,7 @@ class BlockStep(nn.Module):
         length = ids.shape[1]
         masks, labels = [], []
         for row, (anchors, keep) in enumerate(padded):
-            mask = block_mask(anchors, keep, spec.block_size, length, documents[row])
-            mask[:, length:].fill_diagonal_(True)  # a filler must see something
-            masks.append(mask)
+            masks.append(block_mask(anchors, keep, 1, length, documents[row])[:, :length])
             labels.append(
                 block_labels(ids[row], supervised[row], anchors, spec.num_drafts, documents[row], keep)
             )

@@ -24,7 +24,7 @@ from angelspec_backend.training.config import DrafterConfig, TrainConfigError
 def tap_ids(config: DrafterConfig, num_layers: int) -> tuple[int, ...]:
     """The target layers that are read.
 
-    Block drafters: spread evenly from layer 1 to the third last, as AngelSpec does.  num_layers: of the target.
+    Block drafters: spread evenly from layer 1 to the third last, as in AngelSpec.  num_layers: of the target.
     """
     if config.tap_ids:
         return tuple(sorted(config.tap_ids))
@@ -73,7 +73,7 @@ def build_network(
     path: folder or hub id of the target; mask_token_id: fills the slots of a block.
 
     Raises:
-        LoadError: the target's layers are not of Llama's or Qwen3's kind, or an exported drafter cannot be read.
+        LoadError: the target's layers are not of Llama's or Qwen3's kind, or a drafter cannot be read.
         TrainConfigError: the configuration does not fit the target.
     """
     if config.start not in ("target", "random"):
@@ -155,6 +155,7 @@ def _spec(
 
 def _begin(network: DrafterNetwork, target: TargetParts, layers: list[dict[str, Tensor]]) -> None:
     """Copy the target's layers, and let everything around them begin as a plain connection."""
+    assert target.norm is not None
     hidden = network.spec.shape.hidden
     if isinstance(network, BlockNetwork):
         for layer, weights in zip(network.layers, layers, strict=True):

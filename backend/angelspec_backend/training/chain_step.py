@@ -1,4 +1,4 @@
-"""A training step of MTP and EAGLE-3: all rows of packed documents, unrolled over the drafter's own outputs."""
+"""A training step of MTP and EAGLE-3: rows of packed documents, unrolled over the drafter's own outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from angelspec_backend.training.anchors import choose_anchors
 from angelspec_backend.training.batches import Batch
 from angelspec_backend.training.block_step import Rule
 from angelspec_backend.training.chunks import chunked_terms
-from angelspec_backend.training.draft_step import DraftTerms, Loss, num_anchors, row_generators, spread
+from angelspec_backend.training.draft_step import (
+    DraftTerms,
+    Loss,
+    column,
+    num_anchors,
+    row_generators,
+    spread,
+    stack,
+)
 from angelspec_backend.training.draft_vocab import draft_index
 from angelspec_backend.training.features import Features
 from angelspec_backend.training.losses import Terms, position_terms
@@ -22,9 +30,13 @@ from angelspec_backend.training.ttt import StepObjective, step_rows, steps_loss
 class ChainStep(nn.Module):
     """The network and its objective."""
 
+    head: Tensor  # [draft vocabulary, hidden]
+    index: Tensor  # [vocab_size] ids of the draft vocabulary, -1: not in it
+
     def __init__(
         self,
         network: ChainNetwork,
+        lm_head: Tensor,
         objective: StepObjective,
         num_steps: int,
         density: float = 1.0,
@@ -32,20 +44,17 @@ class ChainStep(nn.Module):
         chunk: int = 4096,
         recompute: bool = False,
     ) -> None:
-        """density: share of the rows that give a loss; chunk, recompute: see ``chunked_terms``."""
+        """lm_head: [vocab_size, hidden] of the target; density: share of the rows that give a loss;
+        chunk, recompute: see ``chunked_terms``.
+        """
         super().__init__()
         self.network, self.objective, self.num_steps = network, objective, num_steps
         self._density, self._on_policy = density, on_policy
         self._chunk, self._recompute = chunk, recompute
-        head = network.lm_head.weight if network.spec.kind == "mtp" else None
-        self._head = head  # EAGLE-3's own head is trained: the teacher's is the target's
+        self.register_buffer("head", network.draft_rows(lm_head), persistent=False)  # the teacher's
         if network.vocab is not None:
             index = draft_index(network.vocab.target_ids, network.spec.vocab_size)
             self.register_buffer("index", index, persistent=False)
-
-    def set_teacher(self, lm_head: Tensor) -> None:
-        """lm_head: [vocab_size, hidden] of the target"""
-        self._head = self.network.draft_rows(lm_head)
 
     def forward(self, batch: Batch, features: Features, seeds: list[int], rule: Rule = "tails") -> DraftTerms:
         """The terms of all rows and steps.  seeds: of the packed rows; rule: "whole": rows with all steps."""
@@ -74,23 +83,12 @@ class ChainStep(nn.Module):
         counted = torch.stack(valid, 1)  # [n, steps]
         counted = counted & counted.all(1, keepdim=True) if rule == "whole" else counted
         kept = chosen.nonzero()[:, 0]
-        stacked = {
-            name: None if value is None else torch.stack([getattr(term, name) for term in terms], 1)[kept]
-            for name, value in vars(terms[0]).items()
-        }
-        return DraftTerms(Terms(**stacked), counted[kept], batch.document_ids[kept])  # type: ignore[arg-type]
+        stacked = stack(terms, kept)
+        return DraftTerms(stacked, counted[kept], batch.document_ids[kept])
 
     def loss(self, drafts: DraftTerms) -> Loss:
         """The objective of all rows and steps."""
-        columns = [
-            Terms(
-                **{
-                    name: None if value is None else value[:, step]
-                    for name, value in vars(drafts.terms).items()
-                }
-            )
-            for step in range(drafts.valid.shape[1])
-        ]
+        columns = [column(drafts.terms, step) for step in range(drafts.valid.shape[1])]
         found = steps_loss(columns, drafts.valid.T, self.objective)
         parts = {"ce": found.ce.mean(), "distill": found.distill.mean()}
         return Loss(found.total, parts if found.e2e is None else parts | {"e2e_tv": found.e2e})
@@ -99,8 +97,7 @@ class ChainStep(nn.Module):
         options, teacher = self.objective.terms, None
         if options.need_teacher:
             with torch.no_grad():
-                assert self._head is not None
-                teacher = F.linear(last, self._head)
+                teacher = F.linear(last, self.head)
         return position_terms(self.network.logits(output), labels, teacher, options)
 
     def _chosen(self, batch: Batch, seeds: list[int]) -> Tensor:

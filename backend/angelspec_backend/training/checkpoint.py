@@ -72,7 +72,7 @@ class Checkpoints:
 
 
 def write_durably(path: Path, write: Any) -> None:
-    """Write a file under another name first, so that ``path`` is always complete.  write: gets the open file."""
+    """Write a file under another name first, so that ``path`` is complete.  write: gets the open file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:

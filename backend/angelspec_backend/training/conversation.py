@@ -63,8 +63,7 @@ class ChatFormat:
 
     def render(self, messages: list[dict[str, str]], answer: bool = True) -> str:
         """The template's text; with ``answer`` up to where the next answer begins."""
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-        return text
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of template text, which brings its own special tokens."""
@@ -73,8 +72,7 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def user_prefix(self, messages: list[dict[str, str]]) -> str:
         """The text before the content of the next user turn."""
@@ -156,7 +154,7 @@ class _Record:
         self.spans.append([len(prompt), len(self.token_ids)])
         answer = chat.decode(turn.token_ids)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self.text = text + chat.tokenizer.decode(turn.token_ids)
+        self.text = text + str(chat.tokenizer.decode(turn.token_ids))
         return turn.ended
 
     def finish(self) -> dict[str, Any] | None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.training.chat_mask import encode_conversation
 from angelspec_backend.training.conversation import ChatFormat
-from angelspec_backend.training.records import RecordError, read_lines
+from angelspec_backend.training.records import RecordError, read_lines, read_messages
 
 MIN_SUPERVISED = 8
 """Documents with fewer tokens to predict are left out."""
@@ -87,7 +88,8 @@ def load_corpus(
     Raises:
         RecordError: a file is missing or malformed, or nothing is left for training.
     """
-    train, held = [], []
+    train: list[Document] = []
+    held: list[Document] = []
     for document in _documents(files, chat):
         cut = Document(document.token_ids[:max_length], document.supervised[:max_length], document.group)
         if cut.supervised.sum() >= MIN_SUPERVISED:
@@ -115,6 +117,15 @@ def _conversation(record: Any, where: str, chat: ChatFormat) -> Document:
     temperature = record.get("temperature")
     group = "answers" if temperature is None else "sampled" if temperature else "greedy"
     return Document(token_ids, supervised, group)
+
+
+def _messages(record: Any, where: str, chat: ChatFormat) -> Document:
+    messages = read_messages(record, where)
+    try:
+        token_ids, mask = encode_conversation(chat.tokenizer, messages)
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from None
+    return Document(np.array(token_ids, np.int32), np.array(mask, bool), "answers")
 
 
 def _text(record: Any, where: str, chat: ChatFormat) -> Document:

@@ -7,7 +7,6 @@ gradients is that of one process with all rows, whatever the objective averages 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import Literal
 
 import torch
@@ -17,8 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from angelspec_backend.drafters.layers import DecoderLayer
-from angelspec_backend.training.draft_step import DraftTerms
-from angelspec_backend.training.losses import Terms
+from angelspec_backend.training.draft_step import DraftTerms, each
 
 
 class Processes:
@@ -63,9 +61,7 @@ class Processes:
         count = torch.tensor([len(drafts.valid)], device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
 
-        def joined(value: Tensor | None) -> Tensor | None:
-            if value is None:
-                return None
+        def joined(value: Tensor) -> Tensor:
             missing = value.new_zeros(int(count) - len(value), *value.shape[1:])
             own = torch.cat([value, missing]).contiguous()
             sent = own.detach().to(torch.uint8) if own.dtype == torch.bool else own.detach()
@@ -75,17 +71,19 @@ class Processes:
             parts[self.rank] = own
             return torch.cat(parts)
 
-        terms = {field.name: joined(getattr(drafts.terms, field.name)) for field in fields(Terms)}
-        valid, documents = joined(drafts.valid), joined(drafts.documents)
-        assert valid is not None and documents is not None
-        return DraftTerms(Terms(**terms), valid, documents, joined(drafts.confidence))  # type: ignore[arg-type]
+        confidence = None if drafts.confidence is None else joined(drafts.confidence)
+        return DraftTerms(
+            each(joined, drafts.terms), joined(drafts.valid), joined(drafts.documents), confidence
+        )
 
     def shard(self, step: nn.Module, sharding: Literal["none", "full"], dtype: torch.dtype) -> None:
         """Prepare the parameters: in ``dtype``, or in fp32 shards that are gathered in ``dtype``."""
-        parameters = dict(step.named_parameters())
+        for module in step.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
         if sharding == "none" or self.world_size == 1:
-            for parameter in parameters.values():
-                parameter.data = parameter.data.to(dtype)
+            step.to(dtype)
             return
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -96,7 +94,7 @@ class Processes:
         fully_shard(step, mp_policy=policy)
 
     def add_gradients(self, step: nn.Module) -> None:
-        """Sum the gradients of parameters that are not sharded; sharded ones were averaged in ``backward``."""
+        """Sum gradients over the processes; ``backward`` has averaged those of sharded parameters."""
         if self.world_size == 1:
             return
         gradients = [parameter.grad for parameter in step.parameters() if parameter.grad is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -37,14 +38,27 @@ class Loss:
     parts: dict[str, Tensor]
 
 
+def each(function: Callable[..., Tensor], *terms: Terms) -> Terms:
+    """A function of tensors applied to all terms that there are, of one object or several alike."""
+    columns = {field.name: [getattr(one, field.name) for one in terms] for field in fields(Terms)}
+    return Terms(
+        **{name: None if values[0] is None else function(*values) for name, values in columns.items()}
+    )
+
+
 def spread(terms: Terms, index: Tensor, size: int) -> Terms:
     """Terms of some positions among zeros.  terms: [n]; index: [n] their places in [size]."""
-    values = {field.name: getattr(terms, field.name) for field in fields(terms)}
+    return each(lambda value: value.new_zeros(size).index_put((index,), value), terms)
 
-    def place(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.new_zeros(size).index_put((index,), value)
 
-    return Terms(**{name: place(value) for name, value in values.items()})  # type: ignore[arg-type]
+def stack(steps: Sequence[Terms], rows: Tensor) -> Terms:
+    """Terms of several steps as columns, of some rows.  steps: [n] each; rows: [m] -> [m, steps]"""
+    return each(lambda *values: torch.stack(values, 1)[rows], *steps)
+
+
+def column(terms: Terms, step: int) -> Terms:
+    """Terms of one draft of every block.  [blocks, drafts] -> [blocks]"""
+    return each(lambda value: value[:, step], terms)
 
 
 def row_generators(seeds: list[int]) -> list[torch.Generator]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from angelspec_backend.core.messages import ROW, DraftOutput
 from angelspec_backend.drafters.layers import RMSNorm
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.engine.batch import pack
+from angelspec_backend.engine.batch import PackedBatch, pack
 from angelspec_backend.engine.loader import LoadError, load_model
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.training.corpus import Corpus
@@ -90,7 +91,7 @@ class TargetFeatures:
             room -= size
         return groups
 
-    def _pack(self, documents: Sequence[NDArray[np.int32]]):  # noqa: ANN202
+    def _pack(self, documents: Sequence[NDArray[np.int32]]) -> PackedBatch:
         rows = np.zeros(len(documents), ROW)
         rows["num_tokens"] = [len(document) for document in documents]
         rows["num_blocks"] = -(-rows["num_tokens"] // self._block_size)
@@ -111,7 +112,8 @@ class FeatureCache:
         """
         self._target, self._corpus = target, corpus
         dtype = target.parts.embed_tokens.dtype
-        self._dtype, integer = dtype, np.dtype(np.int16 if dtype.itemsize == 2 else np.int32)
+        self._dtype = dtype
+        integer: Any = np.int16 if dtype.itemsize == 2 else np.int32
         shape = (corpus.num_tokens, len(target.tap_ids) + 1, target.parts.hidden_size)
         folder.mkdir(parents=True, exist_ok=True)
         taps = "-".join(map(str, target.tap_ids))
@@ -125,7 +127,7 @@ class FeatureCache:
                 f"{folder}: features of {corpus.num_tokens} tokens take {self.size / 1e9:.1f} GB, "
                 f"but only {free / 1e9:.1f} GB are free"
             )
-        mode = "w+" if new else "r+"
+        mode: Literal["w+", "r+"] = "w+" if new else "r+"
         self._data = np.memmap(data, integer, mode, shape=shape)
         self._done = np.memmap(done, np.uint8, mode, shape=(len(corpus.documents),))
         self._starts = np.concatenate([[0], np.cumsum(corpus.lengths)])

@@ -21,7 +21,19 @@ from angelspec_backend.training.log import versions
 from angelspec_backend.training.optim import MasterOptimizer
 
 CHANGEABLE = frozenset(
-    ["out", "device", "threads", "chunk", "recompute", "log_every", "eval_every", "eval_documents", "save_every", "keep", "tensorboard"]
+    [
+        "out",
+        "device",
+        "threads",
+        "chunk",
+        "recompute",
+        "log_every",
+        "eval_every",
+        "eval_documents",
+        "save_every",
+        "keep",
+        "tensorboard",
+    ]
 )
 """Options of section run that a continued run may change."""
 

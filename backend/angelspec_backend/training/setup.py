@@ -29,7 +29,7 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
     """Load everything a run needs.
 
     Raises:
-        CheckpointError, LoadError, RecordError, TemplateError, TrainConfigError, ValueError: say what is wrong.
+        CheckpointError, LoadError, RecordError, TemplateError, TrainConfigError, ValueError: what is wrong.
     """
     run = config.run
     if run.threads:
@@ -66,10 +66,10 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         config.drafter, config.target, target.parts, vocab, mask, identify(config.target, tokenizer)
     )
     trained = sum(parameter.numel() for parameter in network.parameters())
-    say(f"{len(train.documents)} documents of {train.num_tokens} tokens, {int(counts.sum())} of them to predict; "
-        f"{len(held_out.documents)} held out")  # fmt: skip
-    say(f"{config.drafter.kind}: {trained / 1e6:.1f} M parameters, taps {list(taps)}, "
-        f"draft vocabulary covers {coverage(counts, network.vocab):.2%} of the tokens")  # fmt: skip
+    say(f"{len(train.documents)} documents of {train.num_tokens} tokens, {int(counts.sum())} to be predicted")
+    say(f"{len(held_out.documents)} documents held out")
+    say(f"{config.drafter.kind}: {trained / 1e6:.1f} M parameters, taps {list(taps)}")
+    say(f"the draft vocabulary covers {coverage(counts, network.vocab):.2%} of the tokens")
     features, held_out_features = (_provider(config, target, corpus, say) for corpus in (train, held_out))
     step = _step(config, network, target.parts)
     return Trainer(config, processes, network, step, train, held_out, features, held_out_features)
@@ -78,8 +78,9 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
 def _step(config: TrainConfig, network: DrafterNetwork, parts: TargetParts) -> Step:
     run = config.run
     if isinstance(network, ChainNetwork):
-        chain = ChainStep(
+        return ChainStep(
             network,
+            parts.lm_head,
             config.step_objective,
             config.drafter.num_steps,
             config.anchor_density,
@@ -87,8 +88,6 @@ def _step(config: TrainConfig, network: DrafterNetwork, parts: TargetParts) -> S
             run.chunk,
             run.recompute,
         )
-        chain.set_teacher(parts.lm_head)
-        return chain
     return BlockStep(network, config.objective, config.anchor_density, run.chunk, run.recompute)
 
 

@@ -112,8 +112,8 @@ class Trainer:
         self._processes.add_gradients(self._step)
         norm = self._optimizer.step(self._schedule.at(number))
         accepted = drafts.survival().accepted_length
-        values = {"train/loss": float(loss.total), "train/grad_norm": norm}
-        values |= {f"train/{name}": float(part) for name, part in loss.parts.items()}
+        values = {"train/loss": float(loss.total.detach()), "train/grad_norm": norm}
+        values |= {f"train/{name}": float(part.detach()) for name, part in loss.parts.items()}
         return values | {"train/accepted_length": 1 + accepted}, len(batch.token_ids)
 
     def _save(self, done: int, evaluation: Evaluation | None) -> None:
