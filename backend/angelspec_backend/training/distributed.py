@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from angelspec_backend.drafters.layers import DecoderLayer
 from angelspec_backend.training.draft_step import DraftTerms, each
 
 
@@ -88,9 +87,7 @@ class Processes:
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for module in step.modules():
-            if isinstance(module, DecoderLayer):
-                fully_shard(module, mp_policy=policy)
+        # One unit: block drafters project the context with weights of layers that are not called for it.
         fully_shard(step, mp_policy=policy)
 
     def add_gradients(self, step: nn.Module) -> None:
