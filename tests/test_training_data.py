@@ -30,7 +30,7 @@ from angelspec_backend.training.generate import (
 from angelspec_backend.training.openers import OPENERS
 from angelspec_backend.training.records import RecordError, read_conversations, read_messages
 from angelspec_backend.training.text import Collector, html_text
-from angelspec_backend.training.vocab import coverage, frequent_tokens, mask_token
+from angelspec_backend.training.vocab import count_tokens, coverage, frequent_tokens, mask_token
 from families import tiny_model
 
 SETTINGS = ConversationSettings(max_tokens=12, max_user_tokens=6, max_length=200, follow_up=0.5)
@@ -135,7 +135,7 @@ def test_answers_to_given_prompts_are_what_the_target_says_to_the_template(targe
     assert record["messages"][1]["content"] == chat.decode(ids[first:])
     assert end == len(ids) <= first + 12
     model = tiny_model("llama", torch.float32, max_position_embeddings=256)
-    expected = model.generate(torch.tensor([ids[:first]]), max_new_tokens=12, do_sample=False)
+    expected = model.generate(torch.tensor([ids[:first]]), max_new_tokens=12, do_sample=False, eos_token_id=2)
     assert ids == expected[0].tolist()
 
 
@@ -207,11 +207,16 @@ def test_held_out_documents_stay_held_out_when_others_come(target, tmp_path):
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_tokens():
-    counts = np.array([0, 5, 1, 9, 5, 0])
-    vocab = frequent_tokens(counts, 3)
+    ids = np.repeat(np.arange(6, dtype=np.int32), [0, 5, 1, 9, 5, 0])
+    text = np.array([5] * 7 + [2], np.int32)  # counts a quarter
+    documents = [Document(ids, ids >= 0, "greedy"), Document(text, text >= 0, "text")]
+    data = Corpus(documents)
+    counts = count_tokens(data, 6)
+    assert counts.tolist() == [0, 5, 2, 9, 5, 7]
+    vocab = frequent_tokens(data, 6, 3)
     assert vocab.target_ids.tolist() == [1, 3, 4]
-    assert coverage(counts, vocab) == 19 / 20
-    assert frequent_tokens(counts, 0) is None
+    assert coverage(counts, vocab) == 19 / 28
+    assert frequent_tokens(data, 6, 0) is None
     assert mask_token(counts, frozenset({0})) == 5
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import PreTrainedTokenizerFast
 
 from angelspec_backend.drafters.checkpoint import load_drafter
@@ -78,6 +79,7 @@ def config(target: Path, out: Path, kind: str = "dfly", **run: object) -> TrainC
             | ({"tap_ids": [0, 1, 2]} if kind == "eagle3" else {}),
             "anchor_density": 0.3,
             "objective": {"confidence_weight": 0.1 if kind == "dspark" else 0.0, "lk_weight": 1.0},
+            "step_objective": {"ce_weight": 1.0},
             "schedule": {"lr": 3e-3, "min_lr": 3e-4},
             "run": {"out": str(out), "dtype": "float32", "tensorboard": False, "log_every": 1}
             | {"steps": 20, "eval_every": 10, "save_every": 10}
@@ -97,11 +99,11 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_learns_its_targets_answers_and_is_exported(target, tmp_path, kind):
-    evaluation = train(config(target, tmp_path, kind, steps=60, eval_every=60, save_every=60))
+    evaluation = train(config(target, tmp_path, kind, steps=80, eval_every=80, save_every=80))
     found = losses(tmp_path)
     assert sum(found[-5:]) < 0.8 * sum(found[:5])
     log = [line["train/accepted_length"] for line in read_log(tmp_path / "log.jsonl") if "train/loss" in line]
-    assert sum(log[-5:]) > sum(log[:5]) + 0.5
+    assert sum(log[-10:]) > sum(log[:10]) + 1
     assert evaluation.accepted_length > 1
     spec, network = load_drafter(str(tmp_path / "best"), TargetParts.load(str(target)), dtype=torch.bfloat16)
     assert spec.kind == kind
@@ -170,8 +172,6 @@ def test_features_from_the_disk_are_those_computed(target, tmp_path):
 def test_two_processes_have_the_losses_of_one(target, tmp_path, sharding):
     one = config(target, tmp_path / "one", steps=6)
     train(one)
-    import yaml
-
     two = one.model_dump(mode="json")
     two["run"] |= {"out": str(tmp_path / "two"), "sharding": sharding, "threads": 1}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(two))
@@ -185,5 +185,5 @@ def test_two_processes_have_the_losses_of_one(target, tmp_path, sharding):
         env=environment,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4, atol=1e-5)

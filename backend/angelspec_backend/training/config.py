@@ -110,14 +110,14 @@ class TrainConfig(_Section):
     """Everything that decides a run."""
 
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
-    data: DataConfig = Field(default_factory=DataConfig)
-    drafter: DrafterConfig = Field(default_factory=DrafterConfig)
+    data: DataConfig = DataConfig.model_validate({})
+    drafter: DrafterConfig = DrafterConfig.model_validate({})
     anchor_density: float = Field(0.15, gt=0, le=1, description="blocks per token that is to be predicted")
     objective: BlockObjective = BlockObjective(weighting="dpace", lk_weight=1.0)  # of block drafters
     step_objective: StepObjective = StepObjective()  # of chain drafters
     optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    run: RunConfig = Field(default_factory=RunConfig)
+    schedule: ScheduleConfig = ScheduleConfig.model_validate({})
+    run: RunConfig = RunConfig.model_validate({})
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:

@@ -18,6 +18,9 @@ from angelspec_backend.training.records import RecordError, read_lines, read_mes
 MIN_SUPERVISED = 8
 """Documents with fewer tokens to predict are left out."""
 
+ANSWERS = ("greedy", "sampled", "answers")
+"""Groups of documents whose answers the target gave: how, if that is known."""
+
 _TITLE = 80  # characters of a text that its user turn repeats
 
 
@@ -27,7 +30,7 @@ class Document:
 
     token_ids: NDArray[np.int32]  # [n]
     supervised: NDArray[np.bool_]  # [n] tokens that are to be predicted: the target's own, or all of a text
-    group: str  # "greedy", "sampled", "answers" or "text", for statistics
+    group: str  # "text" or one of ANSWERS, for statistics
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,10 @@ class Loss:
 def each(function: Callable[..., Tensor], *terms: Terms) -> Terms:
     """A function of tensors applied to all terms that there are, of one object or several alike."""
     columns = {field.name: [getattr(one, field.name) for one in terms] for field in fields(Terms)}
-    return Terms(
-        **{name: None if values[0] is None else function(*values) for name, values in columns.items()}
-    )
+    made: dict[str, Any] = {
+        name: None if values[0] is None else function(*values) for name, values in columns.items()
+    }
+    return Terms(**made)
 
 
 def spread(terms: Terms, index: Tensor, size: int) -> Terms:

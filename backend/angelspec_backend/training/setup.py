@@ -17,7 +17,7 @@ from angelspec_backend.training.chain_step import ChainStep
 from angelspec_backend.training.checkpoint import write_durably
 from angelspec_backend.training.config import TrainConfig
 from angelspec_backend.training.conversation import ChatFormat
-from angelspec_backend.training.corpus import Corpus, CorpusFiles, load_corpus
+from angelspec_backend.training.corpus import ANSWERS, Corpus, CorpusFiles, load_corpus
 from angelspec_backend.training.distributed import Processes
 from angelspec_backend.training.evaluate import GetFeatures, Step
 from angelspec_backend.training.features import FeatureCache, TargetFeatures
@@ -57,11 +57,11 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         max_tokens=max(2048, config.data.row_length),
     )
     counts = count_tokens(train, parts.vocab_size)
-    vocab = frequent_tokens(counts, config.drafter.draft_vocab_size)
+    vocab = frequent_tokens(train, parts.vocab_size, config.drafter.draft_vocab_size)
     mask = config.drafter.mask_token_id
     if mask is None:
         reserved = frozenset(int(token) for token in tokenizer.all_special_ids)
-        mask = mask_token(count_tokens(train, parts.vocab_size, supervised=False), reserved)
+        mask = mask_token(counts, reserved)
     network = build_network(
         config.drafter, config.target, target.parts, vocab, mask, identify(config.target, tokenizer)
     )
@@ -69,7 +69,10 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
     say(f"{len(train.documents)} documents of {train.num_tokens} tokens, {int(counts.sum())} to be predicted")
     say(f"{len(held_out.documents)} documents held out")
     say(f"{config.drafter.kind}: {trained / 1e6:.1f} M parameters, taps {list(taps)}")
-    say(f"the draft vocabulary covers {coverage(counts, network.vocab):.2%} of the tokens")
+    for group in (*ANSWERS, "text"):
+        found = count_tokens(train, parts.vocab_size, (group,))
+        if found.any():
+            say(f"the draft vocabulary covers {coverage(found, network.vocab):.2%} of the tokens of {group}")
     features, held_out_features = (_provider(config, target, corpus, say) for corpus in (train, held_out))
     step = _step(config, network, target.parts)
     return Trainer(config, processes, network, step, train, held_out, features, held_out_features)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import from_numpy
 
 from angelspec_backend.drafters.draft_vocab import DraftVocab
-from angelspec_backend.training.corpus import Corpus
+from angelspec_backend.training.corpus import ANSWERS, Corpus
 
 
-def count_tokens(corpus: Corpus, vocab_size: int, supervised: bool = True) -> NDArray[np.int64]:
-    """How often each token is to be predicted, or occurs at all.  -> [vocab_size]"""
-    counts = np.zeros(vocab_size, np.int64)
-    for document in corpus.documents:
-        taken = document.token_ids[document.supervised] if supervised else document.token_ids
-        counts += np.bincount(taken, minlength=vocab_size)
-    return counts
+TEXT_SHARE = 0.25
+"""Weight of plain text beside the target's own answers, when the draft vocabulary is chosen."""
 
 
-def frequent_tokens(counts: NDArray[np.int64], size: int) -> DraftVocab | None:
-    """The ``size`` most frequent tokens, equal counts by id; None for 0 or all of them.
+def count_tokens(corpus: Corpus, vocab_size: int, groups: Collection[str] = ()) -> NDArray[np.int64]:
+    """How often each token is to be predicted, in documents of some groups or all.  -> [vocab_size]"""
+    taken = [
+        document.token_ids[document.supervised]
+        for document in corpus.documents
+        if not groups or document.group in groups
+    ]
+    return np.bincount(np.concatenate([*taken, np.zeros(0, np.int32)]), minlength=vocab_size)
 
-    counts: [vocab_size]
-    """
-    if not 0 < size < len(counts):
+
+def frequent_tokens(corpus: Corpus, vocab_size: int, size: int) -> DraftVocab | None:
+    """The ``size`` most frequent tokens, equals by id; None for 0 or all of them."""
+    if not 0 < size < vocab_size:
         return None
-    return DraftVocab.of(from_numpy(np.argsort(-counts, kind="stable")[:size].copy()), len(counts))
+    text, answers = (count_tokens(corpus, vocab_size, groups) for groups in (("text",), ANSWERS))
+    frequency = answers / max(answers.sum(), 1) + TEXT_SHARE * text / max(text.sum(), 1)
+    return DraftVocab.of(from_numpy(np.argsort(-frequency, kind="stable")[:size].copy()), vocab_size)
 
 
 def coverage(counts: NDArray[np.int64], vocab: DraftVocab | None) -> float:
