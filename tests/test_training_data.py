@@ -122,21 +122,25 @@ def test_a_file_is_not_continued_with_other_settings(target, tmp_path):
 
 def test_answers_to_given_prompts_are_what_the_target_says_to_the_template(target, tmp_path):
     _, chat = target
-    messages = [{"role": "user", "content": "w5 w9 w17"}, {"role": "assistant", "content": "w3"}]
+    prompts = ["w5 w9 w17", "w30 w31", "w101 w7 w8 w9", "w12"]
 
     def start(index: int):
-        return regenerated(index, chat, SETTINGS, messages)
+        given = [{"role": "user", "content": prompts[index]}, {"role": "assistant", "content": "w3"}]
+        return regenerated(index, chat, SETTINGS, given)
 
-    [line] = make(target, tmp_path / "a.jsonl", 1, start)
-    record = json.loads(line)
-    [[first, end]] = record["assistant_spans"]
-    ids = record["token_ids"]
-    assert ids[:first] == chat.encode(chat.render(messages[:1]))
-    assert record["messages"][1]["content"] == chat.decode(ids[first:])
-    assert end == len(ids) <= first + 12
     model = tiny_model("llama", torch.float32, max_position_embeddings=256)
-    expected = model.generate(torch.tensor([ids[:first]]), max_new_tokens=12, do_sample=False, eos_token_id=2)
-    assert ids == expected[0].tolist()
+    for line in make(target, tmp_path / "a.jsonl", 4, start):
+        record = json.loads(line)
+        [[first, end]] = record["assistant_spans"]
+        ids, [question, answer] = record["token_ids"], record["messages"]
+        assert question["content"] == prompts[record["index"]]
+        assert ids[:first] == chat.encode(chat.render([question]))
+        assert answer["content"] == chat.decode(ids[first:])
+        assert end == len(ids) <= first + 12
+        if record["temperature"] == 0:
+            given = torch.tensor([ids[:first]])
+            greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 2}
+            assert ids == model.generate(given, attention_mask=torch.ones_like(given), **greedy)[0].tolist()
 
 
 def test_a_conversation_that_asks_an_excluded_prompt_is_dropped(target):
@@ -217,7 +221,7 @@ def test_the_draft_vocabulary_holds_the_most_frequent_tokens():
     assert vocab.target_ids.tolist() == [1, 3, 4]
     assert coverage(counts, vocab) == 19 / 28
     assert frequent_tokens(data, 6, 0) is None
-    assert mask_token(counts, frozenset({0})) == 5
+    assert mask_token(counts, frozenset({0})) == 2
 
 
 def test_wrong_configurations_are_refused_with_what_would_be_right(tmp_path):

@@ -88,7 +88,7 @@ class Processes:
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # One unit: block drafters project the context with weights of layers that are not called for it.
-        fully_shard(step, mp_policy=policy)
+        fully_shard(step, mp_policy=policy, reshard_after_forward=True)
 
     def add_gradients(self, step: nn.Module) -> None:
         """Sum gradients over the processes; ``backward`` has averaged those of sharded parameters."""

@@ -11,7 +11,6 @@ from torch import from_numpy
 from angelspec_backend.drafters.draft_vocab import DraftVocab
 from angelspec_backend.training.corpus import ANSWERS, Corpus
 
-
 TEXT_SHARE = 0.25
 """Weight of plain text beside the target's own answers, when the draft vocabulary is chosen."""
 
