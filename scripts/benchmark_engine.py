@@ -10,31 +10,29 @@ medians are compared.  One JSON line per cell goes to --out, a table to the term
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
-from angelspec_backend.engine import batch as batch_module
+from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.engine import native
 from angelspec_backend.engine import target as target_module
-from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.linear import PackedLinear, padded_rows
 from angelspec_backend.engine.llama import FusedLlama
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from benchmark_options import counts
 from benchmark_report import describe_machine, to_line
+from benchmark_steps import BLOCK_SIZE, PREFILL_CHUNK, TextRows, median_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK_SIZE = 16
+PREFILL_TOKENS = 1024
 PARTS = ("matmul", "attention", "norms and the rest", "sampling", "packing")
 
 
@@ -76,34 +74,16 @@ class Stopwatch:
                 setattr(owner, name, function)
 
 
-def make_step(
-    rows: int, tokens: int, context: int, vocab_size: int, temperature: float
-) -> tuple[StepInput, DraftOutput]:
-    """A step of ``rows`` sequences with ``context`` computed tokens, each verifying ``tokens`` - 1 drafts."""
-    rng = np.random.default_rng(0)
-    blocks = -(-(context + tokens) // BLOCK_SIZE)
-    records = np.zeros(rows, ROW)
-    records["num_computed"], records["num_tokens"], records["sample"] = context, 1, 1
-    records["num_draft_tokens"], records["num_blocks"], records["drafter"] = tokens - 1, blocks, -1
-    records["temperature"], records["top_p"] = temperature, 0.95 if temperature else 1.0
-    records["seed"] = np.arange(rows)
-    ids = rng.integers(0, vocab_size, rows).astype(np.int32)
-    table = np.arange(1, 1 + rows * blocks, dtype=np.int32)
-    drafts = rng.integers(0, vocab_size, rows * (tokens - 1)).astype(np.int32)
-    step = StepInput(records, ids, np.zeros(0, np.int32), table)
-    return step, DraftOutput(drafts, np.full(rows, tokens - 1, np.int32))
-
-
-def matmul_floor(model: FusedLlama, num_tokens: int) -> Callable[[], None]:
-    """All matrix products of a step and nothing else."""
-    count = max(num_tokens, batch_module.MIN_TOKENS)
+def matmul_floor(model: FusedLlama, num_tokens: int, head: bool = True) -> Callable[[], None]:
+    """All matrix products of a step and nothing else; a prompt's chunk needs no head."""
+    count = padded_rows(num_tokens)
 
     def inputs(linear: PackedLinear) -> torch.Tensor:
         return torch.randn(count, linear.in_features).to(model.dtype)
 
     layer = model.layers[0]
     shapes = [inputs(linear) for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
-    head = inputs(model.head)
+    at_head = inputs(model.head)
 
     @torch.inference_mode()
     def run() -> None:
@@ -111,7 +91,8 @@ def matmul_floor(model: FusedLlama, num_tokens: int) -> Callable[[], None]:
             linears = (each.qkv, each.attention_out, each.gate_up, each.down)
             for linear, x in zip(linears, shapes, strict=True):
                 linear(x)
-        model.head(head)
+        if head:
+            model.head(at_head)
 
     return run
 
@@ -122,25 +103,13 @@ def read_bandwidth() -> float:
     return data.nbytes / median_seconds([data.sum], 5)[0]
 
 
-def median_seconds(functions: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median time of each function; they run in turns, so that a drift of the machine hits all alike."""
-    times: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats + 2):
-        for function, seen in zip(functions, times, strict=True):
-            begin = time.perf_counter()
-            function()
-            if repeat >= 2:  # the first runs warm up
-                seen.append(time.perf_counter() - begin)
-    return [statistics.median(seen) for seen in times]
-
-
 def measure(
-    engine: TargetEngine, rows: int, tokens: int, context: int, options: argparse.Namespace
+    engine: TargetEngine, texts: TextRows, rows: int, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One cell: floor, step and its parts, in milliseconds."""
     runner = engine.runner
     assert isinstance(runner.network, FusedLlama)
-    step, drafts = make_step(rows, tokens, context, runner.vocab_size, options.temperature)
+    step, drafts = texts.verify(rows, tokens, options.temperature)
     floor = matmul_floor(runner.network, rows * tokens)
 
     def run() -> None:
@@ -151,13 +120,49 @@ def measure(
     with stopwatch.measuring():
         for _ in range(options.repeats):
             run()
-    kv_bytes = rows * (context + tokens) * runner.pool.bytes_per_token
+    kv_bytes = rows * (texts.context + tokens) * runner.pool.bytes_per_token
     floor_s = matmul_s + kv_bytes / options.bandwidth
     parts = {name: stopwatch.seconds.get(name, 0.0) / options.repeats * 1e3 for name in PARTS}
     parts["norms and the rest"] = max(step_s * 1e3 - sum(parts.values()), 0.0)
-    cell: dict[str, Any] = {"rows": rows, "new_tokens": tokens, "context": context}
+    cell: dict[str, Any] = {"rows": rows, "new_tokens": tokens, "context": texts.context}
     cell |= {"step_ms": step_s * 1e3, "floor_ms": floor_s * 1e3, "matmul_floor_ms": matmul_s * 1e3}
     return cell | {"ratio": step_s / floor_s} | {f"{name}_ms": value for name, value in parts.items()}
+
+
+def measure_prefill(engine: TargetEngine, target: str, repeats: int) -> dict[str, Any]:
+    """A prompt of PREFILL_TOKENS in the server's chunks, against the rate of its matrix products alone."""
+    model = engine.runner.network
+    assert isinstance(model, FusedLlama)
+    texts = TextRows(engine, target, 1, PREFILL_TOKENS, 1)
+    steps = [texts.prefill(0, at, PREFILL_CHUNK) for at in range(0, PREFILL_TOKENS, PREFILL_CHUNK)]
+    floor = matmul_floor(model, PREFILL_CHUNK, head=False)
+
+    def matmuls() -> None:
+        for _ in steps:
+            floor()
+
+    def run() -> None:
+        for step in steps:
+            engine.step(step, DraftOutput.empty(1))
+
+    matmul_s, prefill_s = median_seconds([matmuls, run], repeats)
+    linears = (
+        model.layers[0].qkv,
+        model.layers[0].attention_out,
+        model.layers[0].gate_up,
+        model.layers[0].down,
+    )
+    weights = len(model.layers) * sum(linear.in_features * linear.out_features for linear in linears)
+    scores = model.num_heads * model.head_dim * PREFILL_TOKENS * (PREFILL_TOKENS + 1) / 2  # multiplications
+    attention_flop = 2 * 2 * len(model.layers) * scores  # of scores and of values
+    matmul_flop = 2 * weights * PREFILL_TOKENS
+    return {
+        "prefill_tokens": PREFILL_TOKENS,
+        "prefill_ms": prefill_s * 1e3,
+        "peak_gflop_s": matmul_flop / matmul_s / 1e9,
+        "prefill_gflop_s": (matmul_flop + attention_flop) / prefill_s / 1e9,
+        "share_of_peak": (1 + attention_flop / matmul_flop) * matmul_s / prefill_s,
+    }
 
 
 def show(cells: list[dict[str, Any]]) -> None:
@@ -191,7 +196,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    most = max(options.rows) * -(-(max(options.contexts) + max(options.tokens)) // BLOCK_SIZE)
+    longest = max(*options.contexts, PREFILL_TOKENS) + max(options.tokens)
+    most = max(options.rows) * -(-longest // BLOCK_SIZE)
     dtype = getattr(torch, options.dtype)
     runner = ModelRunner.from_pretrained(
         options.target, dtype=dtype, num_blocks=most + 1, block_size=BLOCK_SIZE
@@ -202,16 +208,27 @@ def main() -> None:
     options.bandwidth = read_bandwidth()
     print(f"memory read bandwidth {options.bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
     cells = []
+
+    def save(cell: dict[str, Any]) -> None:
+        if options.out:
+            record = {**cell, "bandwidth_gb_s": options.bandwidth / 1e9, **describe_machine()}
+            with options.out.open("a", encoding="utf-8") as out:
+                out.write(to_line(record) + "\n")
+
     for context in options.contexts:
+        texts = TextRows(engine, options.target, max(options.rows), context, max(options.tokens))
         for rows in options.rows:
             for tokens in options.tokens:
-                cell = measure(engine, rows, tokens, context, options)
-                cells.append(cell)
-                if options.out:
-                    record = {**cell, "bandwidth_gb_s": options.bandwidth / 1e9, **describe_machine()}
-                    with options.out.open("a", encoding="utf-8") as out:
-                        out.write(to_line(record) + "\n")
+                cells.append(measure(engine, texts, rows, tokens, options))
+                save(cells[-1])
     show(cells)
+    prefill = measure_prefill(engine, options.target, options.repeats)
+    save(prefill)
+    print(
+        f"a prompt of {PREFILL_TOKENS} tokens: {prefill['prefill_ms']:.0f} ms, "
+        f"{prefill['prefill_gflop_s']:.0f} GFLOP/s, {prefill['share_of_peak']:.0%} of the "
+        f"{prefill['peak_gflop_s']:.0f} of its matrix products alone"
+    )
 
 
 if __name__ == "__main__":

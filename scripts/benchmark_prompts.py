@@ -1,9 +1,10 @@
-"""Prompts of the benchmark: JSON lines in a file, or in all files of a directory in equal shares."""
+"""Prompts of the benchmark: JSON lines in a file, or in several files in equal shares."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,48 @@ class PromptError(ValueError):
     """The prompts cannot be read; the message says which line and why."""
 
 
-def load_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, or of a directory's *.jsonl files taking turns.
+def load_prompts(*paths: Path, keep: Callable[[Prompt], bool] = bool) -> list[Prompt]:
+    """The prompts of files, and of directories' *.jsonl files, taking turns.
 
-    The order is random but always the same.  Files of a directory contribute as many prompts each as
-    the smallest has, so that the first n prompts are a fair sample for every n.
+    The order is random but always the same.  Of several files each contributes as many prompts as the
+    smallest has, so that the first n prompts are a fair sample for every n.  keep: which ones count.
 
     Raises:
         PromptError: no prompts there, or a line that is none.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise PromptError(f"{path} holds no *.jsonl files")
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise PromptError(f"{path} holds no *.jsonl files")
+        files += found
     groups = []
     for file in files:
-        group = _read_file(file)
+        group = [prompt for prompt in _read_file(file) if keep(prompt)]
+        if not group:
+            raise PromptError(f"{file} holds no prompts that are short enough")
         random.Random(_SHUFFLE_SEED).shuffle(group)
         groups.append(group)
     return [prompt for turn in zip(*groups, strict=False) for prompt in turn]
+
+
+def fits(tokenizer_dir: Path, max_tokens: int) -> Callable[[Prompt], bool]:
+    """Whether the contents of a prompt's messages have at most so many tokens, the template not counted.
+
+    Raises:
+        PromptError: the folder holds no tokenizer.json.
+    """
+    from tokenizers import Tokenizer
+
+    file = tokenizer_dir / "tokenizer.json"
+    if not file.is_file():
+        raise PromptError(f"{tokenizer_dir} holds no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def check(prompt: Prompt) -> bool:
+        return sum(len(tokenizer.encode(message["content"]).ids) for message in prompt) <= max_tokens
+
+    return check
 
 
 def _read_file(file: Path) -> list[Prompt]:

@@ -27,9 +27,10 @@ from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.loader import Tokenizer, load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
-from benchmark_engine import BLOCK_SIZE, ROOT, make_step, median_seconds
+from benchmark_engine import ROOT
 from benchmark_options import counts
 from benchmark_prompts import DEFAULT_PROMPTS, Prompt, load_prompts
+from benchmark_steps import BLOCK_SIZE, make_step, median_seconds
 
 CONTEXT = 128
 Tokens = NDArray[np.int32]

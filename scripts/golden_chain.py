@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from angelspec_backend.drafters.chain import ChainNetwork
-from angelspec_backend.drafters.eagle3_format import load_eagle3
-from angelspec_backend.drafters.mtp_format import load_mtp
+from angelspec_backend.drafters.checkpoint import load_drafter
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.drafters.unroll import UnrolledStep, shifted, unroll
 from angelspec_backend.training.draft_vocab import covered_by, draft_index
 from angelspec_backend.training.losses import position_terms
 from angelspec_backend.training.ttt import StepObjective, StepsLoss, step_rows, steps_loss
-
-HIDDEN, LOSS, GRADIENT = (2e-5, 1e-5), (1e-6, 1e-5), (2e-5, 1e-5)
-"""Absolute and relative tolerances of float32 quantities."""
-
-Compare = Callable[..., None]
-"""compare(name, found, expected, tolerance): notes whether two tensors agree; exactly without a tolerance."""
+from golden_compare import GRADIENT, HIDDEN, LOSS, Compare
 
 
 def check_chain(folder: Path, compare: Compare) -> None:
@@ -58,13 +51,9 @@ def check_chain(folder: Path, compare: Compare) -> None:
 def load(folder: Path) -> ChainNetwork:
     """The drafter of a folder, with what it borrows from the target there."""
     config = json.loads((folder / "config.json").read_text())
-    pickled = folder / "pytorch_model.bin"
-    if pickled.is_file():
-        tensors: dict[str, Tensor] = torch.load(pickled, weights_only=True)
-    else:
-        tensors = load_file(folder / "model.safetensors")
-    load_kind = load_eagle3 if "fc.weight" in tensors else load_mtp
-    return load_kind(config, tensors, load_target(folder, config))
+    network = load_drafter(str(folder), load_target(folder, config))[1]
+    assert isinstance(network, ChainNetwork)
+    return network.requires_grad_(True)
 
 
 def load_target(folder: Path, config: dict[str, Any]) -> TargetParts:

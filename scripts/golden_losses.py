@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from angelspec_backend.training.anchors import block_labels
@@ -29,7 +31,7 @@ from angelspec_backend.training.objectives import (
     expected_accepted,
     masked_mean,
 )
-from golden_rows import Row, close, exact, gradient, load
+from golden_compare import GRADIENT, LOSS, Compare
 
 OPTIONS = {  # names in the vectors: ours
     "loss_objective": "weighting",
@@ -45,8 +47,7 @@ OPTIONS = {  # names in the vectors: ours
     "e2e_tv_loss_weight": "e2e_weight",
     "confidence_head_alpha": "confidence_weight",
 }
-PARTS = {"ce_loss": "ce", "l1_loss": "l1", "kl_loss": "kl", "lk_loss": "lk", "e2e_tv_loss": "e2e_tv"}
-PARTS["confidence_loss"] = "confidence"
+PARTS = ("ce", "l1", "kl", "lk", "e2e_tv", "confidence")
 
 
 def block_objective(options: dict[str, Any]) -> BlockObjective:
@@ -55,23 +56,25 @@ def block_objective(options: dict[str, Any]) -> BlockObjective:
     return BlockObjective(**known, dpace_over_masked=True)
 
 
-def check_losses(folder: Path) -> list[Row]:
+def check_losses(folder: Path, compare: Compare) -> None:
     """Terms, weights, end-to-end TV and block objectives, with their gradients."""
-    vectors, about = load(folder)
-    rows = [*_dpace_rows(vectors), *_term_rows(vectors), *_end_to_end_rows(vectors)]
+    vectors = load_file(folder / "vectors.safetensors")
+    about = json.loads((folder / "vectors.json").read_text())
+    _check_dpace(vectors, compare)
+    _check_terms(vectors, compare)
+    _check_end_to_end(vectors, compare)
     for name, options in about["block"]["options"].items():
-        rows += _objective_rows(vectors, f"block.{name}", block_objective(options))
-    return rows
+        _check_objective(vectors, f"block.{name}", block_objective(options), compare)
 
 
-def _dpace_rows(vectors: dict[str, Tensor]) -> list[Row]:
-    confidence, prefix = vectors["dpace.confidence"], "dpace.weights_alpha"
-    names = [name for name in vectors if name.startswith(prefix)]
-    alphas = {name: float(name.removeprefix(prefix)) for name in names}
-    return [close(name, dpace_weights(confidence, alpha), vectors[name]) for name, alpha in alphas.items()]
+def _check_dpace(vectors: dict[str, Tensor], compare: Compare) -> None:
+    prefix = "dpace.weights_alpha"
+    for name in (name for name in vectors if name.startswith(prefix)):
+        weights = dpace_weights(vectors["dpace.confidence"], float(name.removeprefix(prefix)))
+        compare(name, weights, vectors[name], LOSS)
 
 
-def _term_rows(vectors: dict[str, Tensor]) -> list[Row]:
+def _check_terms(vectors: dict[str, Tensor], compare: Compare) -> None:
     """Row 0 has p = q, where |p - q| has a kink: gradients of it are not compared."""
     teacher = vectors["point.teacher_logits"]
 
@@ -91,32 +94,30 @@ def _term_rows(vectors: dict[str, Tensor]) -> list[Row]:
         "lk_hybrid_eta3.0_top5": lambda s: hybrid(s, 3.0, 5),
         "lk_alpha": lambda s: lk_alpha(total_variation(s, teacher)),
     }
-    rows = []
     for name, function in functions.items():
         student = vectors["point.student_logits"].clone().requires_grad_()
         value = function(student)
         value.sum().backward()
         assert student.grad is not None
-        rows.append(close(f"point.{name}", value, vectors[f"point.{name}"]))
-        rows.append(gradient(f"point.{name}.grad", student.grad[1:], vectors[f"point.{name}.grad"][1:]))
-    return rows
+        compare(f"point.{name}", value, vectors[f"point.{name}"], LOSS)
+        compare(f"point.{name}.grad", student.grad[1:], vectors[f"point.{name}.grad"][1:], GRADIENT)
 
 
-def _end_to_end_rows(vectors: dict[str, Tensor]) -> list[Row]:
+def _check_end_to_end(vectors: dict[str, Tensor], compare: Compare) -> None:
     student = vectors["e2e.student_logits"].clone().requires_grad_()
     valid = vectors["e2e.valid"].bool()
     tv = total_variation(student.flatten(0, 1), vectors["e2e.teacher_logits"].flatten(0, 1)).view(valid.shape)
     loss = end_to_end_tv(tv, valid)
     loss.backward()
+    compare("e2e.loss", loss, vectors["e2e.loss"], LOSS)
     length = expected_accepted(tv, valid)[valid.any(-1)].mean()
-    return [
-        close("e2e.loss", loss, vectors["e2e.loss"]),
-        close("e2e.accept_length", length, vectors["e2e.accept_length"]),
-        gradient("e2e.loss.grad", student.grad, vectors["e2e.loss.grad"]),
-    ]
+    compare("e2e.accept_length", length, vectors["e2e.accept_length"], LOSS)
+    compare("e2e.loss.grad", student.grad, vectors["e2e.loss.grad"], GRADIENT)
 
 
-def _objective_rows(vectors: dict[str, Tensor], name: str, objective: BlockObjective) -> list[Row]:
+def _check_objective(
+    vectors: dict[str, Tensor], name: str, objective: BlockObjective, compare: Compare
+) -> None:
     """One objective on the blocks, with a Markov and a confidence head if it weighs a confidence."""
     names = [key for key in vectors if key.startswith(f"{name}.grad.")]
     heads = {
@@ -141,38 +142,33 @@ def _objective_rows(vectors: dict[str, Tensor], name: str, objective: BlockObjec
     flat = position_terms(logits.flatten(0, 1), labels.ids.flatten(), teacher.flatten(0, 1), objective.terms)
     loss = block_loss(flat.view(*labels.ids.shape), labels.valid, objective, confidence)
     loss.total.backward()
-    rows = [
-        close(f"{name}.loss", loss.total, vectors[f"{name}.loss"]),
-        *part_rows(vectors, f"{name}.component", loss),
-    ]
-    rows += [gradient(f"{name}.grad", hidden.grad, vectors[f"{name}.grad"])]
-    rows += [
-        gradient(f"{name}.grad.{part}", head.grad, vectors[f"{name}.grad.{part}"])
-        for part, head in heads.items()
-    ]
+    compare(f"{name}.loss", loss.total, vectors[f"{name}.loss"], LOSS)
+    _check_parts(vectors, f"{name}.component", loss, compare)
+    compare(f"{name}.grad", hidden.grad, vectors[f"{name}.grad"], GRADIENT)
+    for part, head in heads.items():
+        compare(f"{name}.grad.{part}", head.grad, vectors[f"{name}.grad.{part}"], GRADIENT)
     if objective == BlockObjective(dpace_over_masked=True):
-        rows += _metric_rows(vectors, logits.detach(), labels.ids, labels.valid)
-    return rows
+        _check_metrics(vectors, logits.detach(), labels.ids, labels.valid, compare)
 
 
-def part_rows(vectors: dict[str, Tensor], prefix: str, loss: BlockLoss) -> list[Row]:
-    """The parts of a block loss against `prefix.*`; parts of no weight are 0 there."""
-    stored = {key: part for key, part in PARTS.items() if f"{prefix}.{key}" in vectors}
-    zero = torch.zeros(())
-    return [
-        close(f"{prefix}.{key}", loss.parts.get(part, zero), vectors[f"{prefix}.{key}"])
-        for key, part in stored.items()
-    ]
+def _check_parts(vectors: dict[str, Tensor], prefix: str, loss: BlockLoss, compare: Compare) -> None:
+    """Parts that an objective does not weigh are stored as 0."""
+    for part in PARTS:
+        if (stored := vectors.get(f"{prefix}.{part}_loss")) is not None:
+            compare(f"{prefix}.{part}", loss.parts.get(part, torch.zeros(())), stored, LOSS)
 
 
-def _metric_rows(vectors: dict[str, Tensor], logits: Tensor, ids: Tensor, valid: Tensor) -> list[Row]:
+def _check_metrics(
+    vectors: dict[str, Tensor], logits: Tensor, ids: Tensor, valid: Tensor, compare: Compare
+) -> None:
     ce = cross_entropy(logits.flatten(0, 1), ids.flatten()).view(ids.shape)
     hits = (logits.argmax(-1) == ids).float()
     means, counts = position_means(ce, valid)
-    want = {key: vectors[f"block.metric.{key}"] for key in ("loss_per_position", "acc_per_position")}
-    return [
-        close("metric.accuracy", masked_mean(hits, valid.float()), vectors["block.metric.accuracy"]),
-        close("metric.loss_per_position", means, want["loss_per_position"][1:]),
-        close("metric.acc_per_position", position_means(hits, valid)[0], want["acc_per_position"][1:]),
-        exact("metric.count_per_position", counts, vectors["block.metric.count_per_position"][1:]),
-    ]
+    found = {
+        "loss_per_position": means,
+        "acc_per_position": position_means(hits, valid)[0],
+        "count_per_position": counts,
+    }
+    compare("metric.accuracy", masked_mean(hits, valid.float()), vectors["block.metric.accuracy"], LOSS)
+    for name, value in found.items():
+        compare(f"metric.{name}", value, vectors[f"block.metric.{name}"][1:], LOSS)

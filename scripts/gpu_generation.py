@@ -12,7 +12,7 @@ from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import TokenEvent
-from angelspec_backend.drafters.base import DrafterHost, describe
+from angelspec_backend.drafters.base import DrafterHost
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
@@ -48,7 +48,7 @@ def generate(runner: ModelRunner, requests: Sequence[GenerationRequest]) -> Gene
         block_size=runner.pool.block_size,
         max_context=min(runner.max_context, (runner.pool.num_blocks - 1) * runner.pool.block_size),
         eos_token_ids=frozenset(),
-        drafters=(describe(drafter),),
+        drafters=(drafter.info,),
         max_num_seqs=len(requests),
         prefix_caching=False,  # prompts are computed every time
     )

@@ -9,7 +9,13 @@ from typing import Any
 
 import yaml
 
-from angelspec_backend.core.config import CONFIG_ENV, ConfigError, EngineConfig, load_config
+from angelspec_backend.core.config import (
+    CONFIG_ENV,
+    NETWORK_DRAFTERS,
+    ConfigError,
+    EngineConfig,
+    load_config,
+)
 from checks import CheckError
 from prepare_target import prepare_default_target
 
@@ -62,7 +68,7 @@ def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str
         if name not in ("none", *names):
             options["drafters"] = ",".join([*names, name])
         options["drafter"] = name
-    for key in ("target", "draft_model"):
+    for key in ("target", "draft_model", *NETWORK_DRAFTERS):
         if options.get(key):
             options[key] = _absolute_or_id(key, str(options[key]))
     return options

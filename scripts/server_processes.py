@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import time
@@ -58,3 +59,21 @@ def session_pids(session: int) -> Iterator[int]:
             continue  # it ended meanwhile
         if int(fields[3]) == session and fields[0] != "Z":
             yield int(stat.parent.name)
+
+
+def stub_pid(server: int, model: str) -> int:
+    """The process of a model, by the process id of its tritonserver.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = re.search(r"^PPid:\t(\d+)", (folder / "status").read_text(), re.MULTILINE)
+        except OSError:
+            continue  # it ended meanwhile
+        is_stub = b"python_backend_stub" in command[0] and parent and int(parent[1]) == server
+        if is_stub and any(f"/{model}/".encode() in part for part in command):
+            return int(folder.name)
+    raise LookupError(f"no process of {model}")

@@ -9,9 +9,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import server_processes
 from server import ServerOptions, TritonServer
 
 PROMPT = "The capital of France is"
@@ -76,13 +76,4 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def stub_pid(server: TritonServer, model: str) -> int:
     """Process id of a model's process."""
-    for status in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = status.read_bytes().split(b"\0")
-            parent = int(re.search(r"^PPid:\t(\d+)", (status.parent / "status").read_text(), re.M)[1])
-        except (OSError, TypeError):
-            continue
-        is_stub = b"python_backend_stub" in command[0] and parent == server.pid
-        if is_stub and any(f"/{model}/".encode() in part for part in command):
-            return int(status.parent.name)
-    raise AssertionError(f"no process of {model}")
+    return server_processes.stub_pid(server.pid, model)

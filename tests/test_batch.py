@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, split_rows
-from angelspec_backend.engine.batch import MIN_TOKENS, check_step, pack
+from angelspec_backend.engine.batch import check_step, pack
+from angelspec_backend.engine.linear import padded_rows
 
 VOCAB = 50
-LIMITS = {"num_blocks": 64, "vocab_size": VOCAB, "max_context": 40}
+LIMITS = {"num_blocks": 64, "vocab_size": VOCAB, "max_context": 40, "num_layers": 6}
 
 
 @st.composite
@@ -53,7 +56,7 @@ def test_packing_equals_a_loop_over_rows_and_tokens(case):
             positions.append(position)
             slots.append(int(table[position // block_size]) * block_size + position % block_size)
         starts.append(len(ids))
-    padding = [0] * max(0, MIN_TOKENS - len(ids))
+    padding = [0] * (padded_rows(len(ids)) - len(ids))
 
     assert batch.token_ids.tolist() == ids + padding
     assert batch.positions.tolist() == positions + padding
@@ -68,14 +71,23 @@ def test_packing_equals_a_loop_over_rows_and_tokens(case):
 @given(steps())
 def test_a_consistent_step_passes_the_check(case):
     step, drafts, block_size = case
+    step.rows["num_taps"] = np.arange(len(step.rows)) % 3
+    taps = np.concatenate([[], *(np.arange(n) * 5 for n in step.rows["num_taps"])]).astype(np.int32)
+    step = replace(step, tap_ids=taps)
     check_step(step, drafts, block_size=block_size, **LIMITS)
 
 
 def one_row() -> tuple[StepInput, DraftOutput]:
     rows = np.zeros(1, ROW)
     rows["num_computed"], rows["num_tokens"], rows["sample"], rows["num_draft_tokens"] = 5, 1, 1, 4
-    rows["num_blocks"] = 2
-    step = StepInput(rows, np.array([7], np.int32), np.zeros(0, np.int32), np.array([3, 9], np.int32))
+    rows["num_blocks"], rows["num_taps"] = 2, 3
+    step = StepInput(
+        rows,
+        np.array([7], np.int32),
+        np.zeros(0, np.int32),
+        np.array([3, 9], np.int32),
+        np.array([0, 3, 5], np.int32),
+    )
     return step, DraftOutput(np.array([1, 2], np.int32), np.array([2], np.int32))
 
 
@@ -107,6 +119,10 @@ def change_array(owner, name, index, value):
         (change_array("drafts", "token_ids", 0, -3), "draft token_ids: entry 0 is -3"),
         (change_array("drafts", "lens", 0, 3), "draft token_ids: expected 3 entries"),
         (change_array("drafts", "lens", 0, -1), "row 0 has -1 drafts"),
+        (change_field("num_taps", 7), "num_taps: entry 0 is 7, allowed: 0 to 6"),
+        (change_field("num_taps", 0), "tap_ids: expected 0 entries"),
+        (change_array("step", "tap_ids", 2, 6), "tap_ids: entry 2 is 6, allowed: 0 to 5"),
+        (change_array("step", "tap_ids", 1, 5), "tap_ids: those of row 0 are not ascending"),
     ],
 )
 def test_an_inconsistent_step_is_refused_with_the_reason(break_it, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOut
 from angelspec_backend.triton import codec
 
 int32s = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda items: np.array(items, np.int32))
+some_bytes = st.binary(max_size=30).map(lambda data: np.frombuffer(data, np.uint8))
 rows = st.binary(max_size=4 * ROW.itemsize).map(
     lambda data: np.frombuffer(data[: len(data) // ROW.itemsize * ROW.itemsize], ROW)
 )
@@ -25,22 +28,31 @@ def assert_same(left, right):
         assert a.shape == b.shape
 
 
-@given(rows, int32s, int32s, int32s)
-def test_steps_survive(rows, token_ids, feed, table):
-    step = StepInput(rows, token_ids, feed, table)
+@given(rows, int32s, int32s, int32s, int32s, some_bytes)
+def test_steps_survive(rows, token_ids, feed, table, tap_ids, states):
+    step = StepInput(rows, token_ids, feed, table, tap_ids, states)
     arrays = codec.encode_step(step)
-    assert {name: array.dtype for name, array in arrays.items()} == {
-        "rows": np.uint8, "token_ids": np.int32, "feed_token_ids": np.int32, "block_table": np.int32
-    }  # fmt: skip
+    dtypes = {"rows": np.uint8, "token_ids": np.int32, "feed_token_ids": np.int32, "block_table": np.int32}
+    dtypes |= {"tap_ids": np.int32} if len(tap_ids) else {}
+    dtypes |= {"feed_hidden_states": np.uint8} if len(states) else {}
+    assert {name: array.dtype for name, array in arrays.items()} == dtypes
     assert_same(codec.decode_step(arrays), step)
 
 
-@given(int32s, int32s, int32s)
-def test_drafts_and_outputs_survive(token_ids, lens, draft_lens):
+@given(int32s, int32s, int32s, some_bytes)
+def test_drafts_and_outputs_survive(token_ids, lens, draft_lens, states):
     drafts = DraftOutput(token_ids, lens)
     assert_same(codec.decode_drafts(codec.encode_drafts(drafts), len(lens)), drafts)
-    output = StepOutput(token_ids, lens, draft_lens)
+    output = StepOutput(token_ids, lens, draft_lens, states)
     assert_same(codec.decode_output(codec.encode_output(output)), output)
+
+
+def test_hidden_states_are_asked_for_only_when_some_are_wanted():
+    empty = np.zeros(0, np.int32)
+    step = StepInput(np.zeros(1, ROW), empty, empty, empty)
+    assert codec.step_outputs(step) == codec.STEP_OUTPUTS
+    tapped = replace(step, tap_ids=np.array([3], np.int32))
+    assert codec.step_outputs(tapped) == (*codec.STEP_OUTPUTS, "hidden_states")
 
 
 def test_encoding_copies_nothing():
@@ -66,9 +78,16 @@ def test_torn_records_are_refused():
 
 def test_descriptions_survive():
     pool = codec.PoolInfo(num_blocks=64, block_size=16)
-    target = codec.TargetInfo(pool, max_context=8192, vocab_size=100, eos_token_ids=(2, 0))
+    target = codec.TargetInfo(
+        pool, max_context=8192, vocab_size=100, eos_token_ids=(2, 0), num_layers=6, hidden_bytes=64
+    )
     assert codec.decode_target_info(codec.encode_info(target)) == target
     drafter = codec.DrafterModelInfo(
-        pool, (DrafterInfo("ngram", False, False), DrafterInfo("draft_model", True, True))
+        pool,
+        (
+            DrafterInfo("ngram", False, False),
+            DrafterInfo("draft_model", True, True),
+            DrafterInfo("dfly", False, True, tap_ids=(1, 3), hidden_bytes=64, lookahead=8),
+        ),
     )
     assert codec.decode_drafter_info(codec.encode_info(drafter)) == drafter

@@ -13,7 +13,7 @@ from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
-from angelspec_backend.drafters.base import DrafterHost, describe
+from angelspec_backend.drafters.base import DrafterHost
 from angelspec_backend.drafters.draft_model import DraftModelDrafter, check_compatible
 from angelspec_backend.engine.loader import LoadError
 from angelspec_backend.engine.runner import ModelRunner
@@ -49,7 +49,7 @@ class Drafting:
                 row[name] = case[name]
         feed = np.concatenate([np.array(case["feed"], np.int32) for case in cases])
         tables = 1 + rows["slot"][:, None] * BLOCKS_PER_ROW + np.arange(BLOCKS_PER_ROW)
-        output = self.drafter.propose(rows, feed, tables.ravel().astype(np.int32))
+        output = self.drafter.propose(rows, feed, tables.ravel().astype(np.int32), np.zeros(0, np.uint8))
         return [draft.tolist() for draft in split_rows(output.token_ids, output.lens)]
 
 
@@ -108,7 +108,7 @@ class Served:
             block_size=BLOCK_SIZE,
             max_context=target.max_context,
             eos_token_ids=frozenset(),
-            drafters=tuple(describe(each) for each in host.drafters),
+            drafters=tuple(each.info for each in host.drafters),
             max_num_seqs=8,
             max_batch_tokens=24,
         )

@@ -35,7 +35,7 @@ def test_the_choice_is_the_best_of_all_draft_lengths(rows, base, slope):
         steps = [
             1 / (1 + f * (expected_tokens(r, k) - 1)) for r, f, k in zip(right, found, lengths, strict=True)
         ]
-        return np.mean(steps) * policy._times.predict(np.array([num_tokens]))[0]
+        return np.mean(steps) * policy.times.predict(np.array([num_tokens]))[0]
 
     best = min(
         time_per_token(lengths) for lengths in itertools.product(*(range(limit + 1) for limit in limits))

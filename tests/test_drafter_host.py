@@ -1,33 +1,41 @@
 """Several drafters in one process: each row goes to its own, and one that fails harms nobody."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
 from angelspec_backend.drafters.base import DrafterHost
 
+TAPS = ((), (4,), (0, 2, 7))
+"""Tap ids of the three drafters."""
+HIDDEN_BYTES = 2
+
 
 class EchoDrafter:
-    """Proposes as many copies of (its own number, the fed tokens, the blocks) sum as it may, or fails."""
-
-    keeps_drafts = False
-    shares_blocks = False
+    """Proposes as many copies of the sum of its number, fed tokens, blocks and bytes as it may, or fails."""
 
     def __init__(self, number):
-        self.name, self.number, self.broken, self.slots = f"echo{number}", number, False, []
+        self.info = DrafterInfo(f"echo{number}", False, False, TAPS[number], HIDDEN_BYTES)
+        self.number, self.broken, self.slots = number, False, []
 
-    def propose(self, rows, feed_token_ids, block_table):
+    def propose(self, rows, feed_token_ids, block_table, hidden_states):
         if self.broken:
             raise RuntimeError("out of order")
         self.slots.append(rows["slot"].tolist())
         feeds = split_rows(feed_token_ids, rows["num_feed"])
         tables = split_rows(block_table, rows["num_blocks"])
+        states = split_rows(hidden_states, rows["num_feed"] * self.info.bytes_per_token)
         lens = rows["num_draft_tokens"]
-        drafts = [self.number + feed.sum() + table.sum() for feed, table in zip(feeds, tables, strict=True)]
+        drafts = [
+            self.number + feed.sum() + table.sum() + state.sum(dtype=int)
+            for feed, table, state in zip(feeds, tables, states, strict=True)
+        ]
         return DraftOutput(np.repeat(np.array(drafts, np.int32), lens), lens.copy())
 
 
@@ -40,7 +48,14 @@ def make_step(rows):
         record["num_feed"], record["num_blocks"] = len(row["feed"]), len(row["blocks"])
     feed = np.array([token for row in rows for token in row["feed"]], np.int32)
     blocks = np.array([block for row in rows for block in row["blocks"]], np.int32)
-    return StepInput(records, np.zeros(0, np.int32), feed, blocks)
+    states = np.concatenate([hidden_states(row) for row in rows]) if rows else np.zeros(0, np.uint8)
+    return StepInput(records, np.zeros(0, np.int32), feed, blocks, hidden_states=states)
+
+
+def hidden_states(row):
+    """Bytes that belong to this row: they depend on its slot and its fed tokens."""
+    width = len(TAPS[row["drafter"]]) * HIDDEN_BYTES if row.get("drafter", 0) != NO_DRAFTER else 0
+    return np.array([(row["slot"] + 7 * token) % 256 for token in row["feed"]], np.uint8).repeat(width)
 
 
 any_rows = st.lists(
@@ -62,7 +77,8 @@ def test_each_row_gets_the_drafts_of_its_own_drafter_in_row_order(rows):
     rows = [{"slot": slot, **row} for slot, row in enumerate(rows)]
     output = DrafterHost([EchoDrafter(number) for number in range(3)], 8).propose(make_step(rows))
     expected = [
-        [row["drafter"] + sum(row["feed"]) + sum(row["blocks"])] * row["num_draft_tokens"]
+        [row["drafter"] + sum(row["feed"]) + sum(row["blocks"]) + hidden_states(row).sum(dtype=int)]
+        * row["num_draft_tokens"]
         if row["drafter"] != NO_DRAFTER
         else []
         for row in rows
@@ -126,3 +142,21 @@ def test_a_step_whose_lengths_do_not_add_up_is_refused():
         DrafterHost([EchoDrafter(0)], 4).propose(
             StepInput(step.rows, step.token_ids, np.zeros(3, np.int32), step.block_table)
         )
+    step = make_step([row(0, drafter=1)])
+    with pytest.raises(ValueError, match="hidden_states: expected 2 bytes for the fed tokens, got 3"):
+        DrafterHost([EchoDrafter(0), EchoDrafter(1)], 4).propose(
+            replace(step, hidden_states=np.zeros(3, np.uint8))
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tap_ids": (3, 3), "hidden_bytes": 8}, "ascending"),
+        ({"tap_ids": (3,)}, "hidden_bytes must be positive"),
+        ({"tap_ids": (3,), "hidden_bytes": 8, "keeps_drafts": True}, "keeps_drafts false"),
+    ],
+)
+def test_a_drafter_that_contradicts_itself_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        DrafterInfo(**({"name": "x", "keeps_drafts": False, "shares_blocks": True} | values))

@@ -134,6 +134,22 @@ def test_the_merged_config_is_checked_before_anything_starts(tmp_path):
         build_config("", "org/id", "nonsense")
 
 
+def test_a_trained_drafter_needs_the_option_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "user.yaml"
+    path.write_text("drafters: ngram,dfly,mtp\ndfly: made/dfly")
+    make_model(Path("made/dfly"))
+    with pytest.raises(CheckError, match="drafters: 'mtp' needs mtp, the id or folder of its checkpoint"):
+        build_config(str(path), "org/id", "dfly")
+    path.write_text("drafters: ngram,dfly,mtp\ndfly: made/dfly\nmtp: org/mtp")
+    options, checked = build_config(str(path), "org/id", "dfly")
+    assert (options["dfly"], options["mtp"]) == (str(tmp_path / "made/dfly"), "org/mtp")
+    assert (checked.drafter_names, checked.drafter) == (("ngram", "dfly", "mtp"), "dfly")
+    path.write_text("drafters: eagle3\neagle3: ./none")
+    with pytest.raises(CheckError, match=r"eagle3: there is no folder \./none"):
+        build_config(str(path), "org/id", "eagle3")
+
+
 @pytest.mark.parametrize("content", ["- a\n- b", "just text", "a: [", "\xff"])
 def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     path = tmp_path / "user.yaml"

@@ -87,7 +87,7 @@ def test_a_kernel_whose_rows_depend_on_their_place_is_reported(monkeypatch, capl
 
 
 @pytest.mark.parametrize("row_range", [*ROW_RANGES, (4, 5), (3, 4)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 15, 16, 17, 33, 128, 129, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 15, 16, 17, 33, 128, 129, 300])
 def test_calls_have_allowed_row_counts_and_rows_keep_their_order(row_range, num_rows):
     low, high = row_range
     seen = []
@@ -99,6 +99,12 @@ def test_calls_have_allowed_row_counts_and_rows_keep_their_order(row_range, num_
     x = torch.arange(num_rows * 3.0).view(num_rows, 3)
     assert torch.equal(linear_module._in_chunks(matmul, x, low, high), x * 2)
     assert all(low <= count <= high for count in seen)
+
+
+def test_no_rows_need_no_product():
+    linear = PackedLinear(torch.randn(48, 32))
+    linear._matmul = None
+    assert linear(torch.zeros(0, 32)).shape == (0, 48)
 
 
 def test_each_shape_is_checked_once():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import FinishReason, TokenEvent
-from simulated import SimulatedDrafter, SimulatedTarget, reference_text
+from simulated import HIDDEN_BYTES, SimulatedDrafters, SimulatedTarget, reference_text
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Harness:
     ) -> None:
         self.executor = executor_type(
             SimulatedTarget(config.num_blocks, config.block_size),
-            SimulatedDrafter(config.drafters[0], config.block_size, error_rate, seed=1),
+            SimulatedDrafters(config.drafters, config.block_size, error_rate, seed=1),
         )
         self.outcomes: dict[int, Outcome] = {}
         self.loop = SpeculativeLoop(self.executor, config, self._on_event)
@@ -62,13 +62,13 @@ class Harness:
 
 
 def request(
-    prompt: list[int], max_tokens: int = 10, seed: int = 0, drafts: int = 0, **more
+    prompt: list[int], max_tokens: int = 10, seed: int = 0, drafts: int = 0, drafter: int = 0, **more
 ) -> GenerationRequest:
     return GenerationRequest(
         tuple(prompt),
         SamplingParams(seed=seed),
         max_tokens,
-        drafter=0 if drafts else NO_DRAFTER,
+        drafter=drafter if drafts else NO_DRAFTER,
         num_draft_tokens=drafts,
         **more,
     )
@@ -88,23 +88,28 @@ def config(**more) -> LoopConfig:
     return LoopConfig(**(values | more))
 
 
-drafters = st.sampled_from(
-    [
-        DrafterInfo("by slot", keeps_drafts=False, shares_blocks=False),
-        DrafterInfo("by blocks", keeps_drafts=False, shares_blocks=True),
-        DrafterInfo("by blocks, with its drafts", keeps_drafts=True, shares_blocks=True),
-    ]
+STATES = DrafterInfo("states", False, True, tap_ids=(0, 2, 5), hidden_bytes=HIDDEN_BYTES, lookahead=5)
+KINDS = (
+    DrafterInfo("by slot", keeps_drafts=False, shares_blocks=False),
+    DrafterInfo("by blocks", keeps_drafts=False, shares_blocks=True),
+    DrafterInfo("by blocks, with its drafts", keeps_drafts=True, shares_blocks=True),
+    STATES,
+    DrafterInfo("one state", False, True, tap_ids=(2,), hidden_bytes=HIDDEN_BYTES),
 )
+some_drafters = st.sampled_from([*((kind,) for kind in KINDS), KINDS, (STATES, KINDS[0])])
 prompts = st.one_of(
     st.lists(st.integers(0, 49), min_size=1, max_size=40),
     st.integers(1, 40).map(lambda n: list(range(n))),  # prefixes of each other
 )
 requests = st.builds(
-    lambda prompt, count, seed, drafts: request(prompt, min(count, 60 - len(prompt)), seed, drafts),
+    lambda prompt, count, seed, drafts, drafter: request(
+        prompt, min(count, 60 - len(prompt)), seed, drafts, drafter
+    ),
     prompts,
     st.integers(1, 20),
     st.integers(0, 2**64 - 1),
     st.integers(0, 8),
+    st.integers(0, 9),
 )
 actions = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 20)), min_size=1, max_size=60)
 
@@ -114,27 +119,31 @@ actions = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 20)), min
     actions=actions,
     num_blocks=st.sampled_from([16, 20, 40, 200]),
     max_batch_tokens=st.sampled_from([8, 13, 40]),
-    drafter=drafters,
+    drafters=some_drafters,
     prefix_caching=st.booleans(),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
     adaptive=st.booleans(),
+    max_waiting_states=st.sampled_from([0, 3, 128]),
 )
 def test_any_trace_of_arrivals_and_cancellations_gives_every_sequence_its_own_text(
-    actions, num_blocks, max_batch_tokens, drafter, prefix_caching, error_rate, adaptive
+    actions, num_blocks, max_batch_tokens, drafters, prefix_caching, error_rate, adaptive, max_waiting_states
 ):
     harness = Harness(
         config(
             num_blocks=num_blocks,
             max_batch_tokens=max_batch_tokens,
-            drafters=(drafter,),
+            drafters=drafters,
             prefix_caching=prefix_caching,
             adaptive_drafts=adaptive,
+            max_waiting_states=max_waiting_states,
         ),
         error_rate,
     )
     submitted: list[GenerationRequest] = []
     for action in actions:
         if isinstance(action, GenerationRequest):
+            if action.drafter != NO_DRAFTER:
+                action = replace(action, drafter=action.drafter % len(drafters))
             assert harness.submit(len(submitted), action)
             submitted.append(action)
         elif action == "step":
@@ -244,7 +253,7 @@ def test_a_deadline_ends_running_and_waiting_requests():
 class FailingExecutor(LocalExecutor):
     """Fails some steps after the models have run, and loses the state that is said to be lost."""
 
-    def __init__(self, target: SimulatedTarget, drafter: SimulatedDrafter) -> None:
+    def __init__(self, target: SimulatedTarget, drafter: SimulatedDrafters) -> None:
         super().__init__(target, drafter)
         self.failures: list[Recovered | None] = []
         self.countdown = 3
@@ -268,16 +277,17 @@ class FailingExecutor(LocalExecutor):
         return recovered
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     failures=st.lists(st.builds(Recovered, st.booleans(), st.booleans(), st.booleans()), max_size=6),
-    drafter=drafters,
+    drafters=some_drafters,
+    adaptive=st.booleans(),
 )
-def test_streams_go_on_with_the_same_tokens_after_a_model_was_restarted(failures, drafter):
-    harness = Harness(config(drafters=(drafter,)), executor_type=FailingExecutor)
+def test_streams_go_on_with_the_same_tokens_after_a_model_was_restarted(failures, drafters, adaptive):
+    harness = Harness(config(drafters=drafters, adaptive_drafts=adaptive), executor_type=FailingExecutor)
     harness.executor.failures = failures
     for i in range(5):
-        harness.submit(i, request([i] * 5, max_tokens=30, drafts=i))
+        harness.submit(i, request([i] * 5, max_tokens=30, drafts=i, drafter=i % len(drafters)))
     harness.finish()
     for i in range(5):
         assert harness.outcomes[i].tokens == reference_text([i] * 5, 0, 30)

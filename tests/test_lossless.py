@@ -18,7 +18,7 @@ from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import FinishReason, TokenEvent
-from angelspec_backend.drafters.base import DrafterHost, describe
+from angelspec_backend.drafters.base import DrafterHost
 from angelspec_backend.drafters.draft_model import DraftModelDrafter
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.engine.runner import ModelRunner
@@ -51,7 +51,7 @@ class Engine:
             **BLOCKS,
             "max_context": 512,
             "eos_token_ids": frozenset(),
-            "drafters": tuple(describe(each) for each in self.drafters),
+            "drafters": tuple(each.info for each in self.drafters),
             "max_num_seqs": 16,
             "max_batch_tokens": 64,
             "adaptive_drafts": False,  # every draft length is to be tried

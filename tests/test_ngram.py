@@ -29,7 +29,7 @@ def feed(drafter, *cases):
     rows["slot"], rows["num_fed"] = [case[0] for case in cases], [case[1] for case in cases]
     rows["num_feed"], rows["num_draft_tokens"] = [len(case[2]) for case in cases], [case[3] for case in cases]
     tokens = np.concatenate([np.array(case[2], np.int32) for case in cases])
-    output = drafter.propose(rows, tokens, np.zeros(0, np.int32))
+    output = drafter.propose(rows, tokens, np.zeros(0, np.int32), np.zeros(0, np.uint8))
     assert (output.lens <= rows["num_draft_tokens"]).all()
     return [draft.tolist() for draft in split_rows(output.token_ids, output.lens)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -142,6 +144,55 @@ def test_a_prompt_in_chunks_gives_the_same_text(engine):
     row = make_row(0, 12, 2, temperature=1.0, seed=5)
     output = engine.step(make_step([row], [prompt[12:]]), DraftOutput.empty(1))
     assert output.token_ids.tolist() == expected
+
+
+def layer_outputs(tokens: list[int]) -> list[torch.Tensor]:
+    """What each decoder layer of the target puts out for a text, by transformers: [num_tokens, hidden]."""
+    model, found = tiny_model("llama"), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: found.append(output[0]))
+    model(torch.tensor([tokens]))
+    return found
+
+
+def test_hidden_states_are_those_of_committed_tokens_and_of_the_layers_each_row_asks_for(engine):
+    prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
+    paths = [plain_decoding(engine, prompt, 4) for prompt in prompts]
+    drafts = [[*paths[0][:2], (paths[0][2] + 1) % VOCAB], [], paths[2][:1], []]  # 2 of 3 right; 1 right
+    taps = [[0, 2], [], [1], [0, 1, 2]]
+    samples = [1, 1, 1, 0]  # the last row is a prompt chunk
+    rows = [
+        make_row(
+            slot, 0, len(prompts[slot]), samples[slot],
+            num_draft_tokens=len(drafts[slot]), num_taps=len(taps[slot]),
+        )
+        for slot in range(4)
+    ]  # fmt: skip
+    step = replace(make_step(rows, prompts), tap_ids=np.concatenate(taps).astype(np.int32))
+    lens = np.array([len(draft) for draft in drafts], np.int32)
+    output = engine.step(step, DraftOutput(np.concatenate(drafts).astype(np.int32), lens))
+    assert output.lens.tolist() == [3, 1, 2, 0]
+    committed = [prompts[0] + paths[0][:2], [], prompts[2] + paths[2][:1], prompts[3]]
+    expected = []
+    for tokens, layers in zip(committed, taps, strict=True):
+        if tokens:
+            outputs = layer_outputs(tokens)
+            expected.append(torch.stack([outputs[layer] for layer in layers], dim=1).flatten())
+    states = torch.from_numpy(output.hidden_states.copy()).view(torch.float32)
+    torch.testing.assert_close(states, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_all_ask_for_the_same_layers_get_them_and_no_row_gets_none(engine):
+    prompts = [[5, 6, 7], [9, 10]]
+    rows = [make_row(slot, 0, len(prompt), num_taps=2) for slot, prompt in enumerate(prompts)]
+    step = make_step(rows, prompts)
+    output = engine.step(replace(step, tap_ids=np.array([0, 2, 0, 2], np.int32)), DraftOutput.empty(2))
+    states = torch.from_numpy(output.hidden_states.copy()).view(torch.float32).view(5, 2, -1)
+    expected = [torch.cat([layer_outputs(prompt)[layer] for prompt in prompts]) for layer in (0, 2)]
+    torch.testing.assert_close(states, torch.stack(expected, dim=1), atol=1e-5, rtol=1e-5)
+    for row in rows:
+        row["num_taps"] = 0
+    assert len(engine.step(make_step(rows, prompts), DraftOutput.empty(2)).hidden_states) == 0
 
 
 def test_a_step_that_points_outside_the_pool_is_refused(engine):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import load_decoder_layer, rope_theta
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import load_decoder_layer, rope_theta
 from families import tiny_model
 
 

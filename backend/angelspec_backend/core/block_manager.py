@@ -55,7 +55,7 @@ class CachedBlock:
     block: int
     node: int  # names the prefix that ends with this block; never used again for another one
     key: tuple[int, tuple[int, ...]]  # the node of the prefix before it, and its tokens
-    drafters: set[int] = field(default_factory=set)  # those that have seen the tokens too
+    fed: dict[int, int] = field(default_factory=dict)  # drafters that know it, and for which token behind it
 
 
 class BlockManager:
@@ -129,21 +129,32 @@ class BlockManager:
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the full blocks among the computed, committed tokens findable for others."""
-        size = self.block_size
-        for index in range(len(table.nodes) - 1, num_computed // size):
-            key = (table.nodes[-1], tuple(token_ids[index * size : (index + 1) * size]))
+        for index in range(len(table.nodes) - 1, num_computed // self.block_size):
+            key = self._key(table, token_ids, index)
             cached = self._by_key.get(key)
             if cached is None:  # else another sequence was first, and this block stays private
                 self._last_node += 1
-                cached = CachedBlock(int(table.ids[index]), self._last_node, key)
-                self._by_key[key] = self._by_block[cached.block] = cached
+                cached = self._cache(CachedBlock(int(table.ids[index]), self._last_node, key))
             table.nodes.append(cached.node)
 
-    def mark_fed(self, table: BlockTable, drafter: int, begin: int, end: int) -> None:
-        """Note that a drafter has seen the tokens of positions begin <= p < end, and all before them."""
-        for block in table.ids[begin // self.block_size : end // self.block_size].tolist():
-            if cached := self._by_block.get(block):
-                cached.drafters.add(drafter)
+    def mark_fed(
+        self, table: BlockTable, token_ids: Sequence[int], index: int, drafter: int, token_behind: int
+    ) -> None:
+        """Note that a drafter has seen the tokens of a table's published block, and all before them.
+
+        token_behind: the token behind the block that what the drafter keeps in it depends on; -1: none.
+        A block that depends on one takes the place of another sequence's that the drafter does not know.
+        """
+        block, key = int(table.ids[index]), self._key(table, token_ids, index)
+        cached = self._by_key.get(key)
+        if cached is None or (cached.block != block and token_behind in (-1, cached.fed.get(drafter))):
+            return
+        if cached.block != block:
+            self._uncache(cached.block)
+            if self._users[cached.block] == 0:
+                self._free.move_to_end(cached.block, last=False)
+            cached = self._cache(CachedBlock(block, cached.node, key))
+        cached.fed[drafter] = token_behind
 
     def forget(self) -> None:
         """The target has lost its KV: nothing is cached any more."""
@@ -153,7 +164,7 @@ class BlockManager:
     def forget_drafters(self) -> None:
         """The drafters have lost their contexts."""
         for cached in self._by_block.values():
-            cached.drafters.clear()
+            cached.fed.clear()
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Every block has as many users as tables hold it, and is free if nobody does."""
@@ -167,6 +178,14 @@ class BlockManager:
             "the two views of the cache differ"
         )
         assert all(cached.block == block for block, cached in self._by_block.items())
+
+    def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> tuple[int, tuple[int, ...]]:
+        size = self.block_size
+        return table.nodes[index], tuple(token_ids[index * size : (index + 1) * size])
+
+    def _cache(self, cached: CachedBlock) -> CachedBlock:
+        self._by_key[cached.key] = self._by_block[cached.block] = cached
+        return cached
 
     def _uncache(self, block: int) -> None:
         if cached := self._by_block.pop(block, None):

@@ -17,6 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 CONFIG_ENV = "ANGELSPEC_CONFIG"
 
+NETWORK_DRAFTERS = ("dflash", "dflare", "dfly", "dspark", "mtp", "eagle3")
+"""Drafters trained for one target; the option of the same name says where the checkpoint is."""
+DRAFTERS = ("ngram", "draft_model", *NETWORK_DRAFTERS)
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message says which key, the value, and what is allowed."""
@@ -36,6 +40,12 @@ class EngineConfig(BaseModel):
     draft_model: str = Field(
         "", description="id or folder of the small causal LM behind drafter 'draft_model'"
     )
+    dflash: str = Field("", description="id or folder of the checkpoint of drafter 'dflash'")
+    dflare: str = Field("", description="id or folder of the checkpoint of drafter 'dflare'")
+    dfly: str = Field("", description="id or folder of the checkpoint of drafter 'dfly'")
+    dspark: str = Field("", description="id or folder of the checkpoint of drafter 'dspark'")
+    mtp: str = Field("", description="id or folder of the checkpoint of drafter 'mtp'")
+    eagle3: str = Field("", description="id or folder of the checkpoint of drafter 'eagle3'")
     drafters: str = Field("ngram", description="comma-separated names of the drafters to load")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest suffix the n-gram drafter looks up")
     ngram_max: int = Field(4, ge=1, le=16, description="longest suffix the n-gram drafter looks up")
@@ -58,6 +68,12 @@ class EngineConfig(BaseModel):
     adaptive_drafts: bool = Field(True, description="shorten drafts that cost more time than they save")
     max_tokens: int = Field(256, ge=1, description="output limit of requests that set none")
 
+    # GPU
+    batch_invariant: bool = Field(
+        True, description="every text the same in any batch; false: faster kernels, a CPU always keeps it"
+    )
+    cuda_graphs: bool = Field(True, description="replay verify steps as CUDA graphs")
+
     # Process
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of a model; 0: all cores")
 
@@ -72,10 +88,11 @@ class EngineConfig(BaseModel):
             raise ValueError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}")
         if self.quantization == "int8" and self.dtype != "bfloat16":
             raise ValueError(f"quantization 'int8' needs dtype bfloat16, got '{self.dtype}'")
-        known = ("ngram", "draft_model")
         for name in self.drafter_names:
-            if name not in known:
-                raise ValueError(f"drafters: unknown drafter '{name}'; known: {', '.join(known)}")
+            if name not in DRAFTERS:
+                raise ValueError(f"drafters: unknown drafter '{name}'; known: {', '.join(DRAFTERS)}")
+            if name in NETWORK_DRAFTERS and not getattr(self, name):
+                raise ValueError(f"drafters: '{name}' needs {name}, the id or folder of its checkpoint")
         if len(set(self.drafter_names)) != len(self.drafter_names):
             raise ValueError(f"drafters: '{self.drafters}' names a drafter twice")
         if "draft_model" in self.drafter_names and not self.draft_model:

@@ -79,6 +79,10 @@ class StepTimes:
         tokens += FASTER * (num_tokens - tokens)
         self._buckets[bucket] = (tokens, mean, self._step)
 
+    def estimate(self, num_tokens: int) -> float | None:
+        """Seconds of a step of so many tokens; None while nothing is known."""
+        return float(self.predict(np.array([num_tokens]))[0]) if self._buckets else None
+
     def predict(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds for steps of so many tokens, [n] -> [n], never falling.
 
@@ -97,7 +101,7 @@ class DraftPolicy:
     """Chooses draft lengths for all rows of a step, and learns from how the step went."""
 
     def __init__(self, num_drafters: int) -> None:
-        self._times = StepTimes()
+        self.times = StepTimes()
         self._overall = [Record(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
@@ -128,7 +132,7 @@ class DraftPolicy:
         order = np.argsort(-savings, axis=None, kind="stable")[: int(limits.sum())]
         mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings.flat[order])]) / num_rows
         num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // longest])])
-        best = int(np.argmin(mean_steps * self._times.predict(num_tokens)))
+        best = int(np.argmin(mean_steps * self.times.predict(num_tokens)))
         lengths = np.bincount(order[:best] // longest, minlength=num_rows)
         # All at once, since on some machines the first draft makes the whole step dearer.
         self._num_steps += 1
@@ -144,4 +148,4 @@ class DraftPolicy:
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in how long a step took that decoded so many tokens, drafts included, and no prompt."""
-        self._times.observe(num_tokens, seconds)
+        self.times.observe(num_tokens, seconds)

@@ -203,9 +203,8 @@ class SpeculativeLoop:
             return
         if recovered.target:
             self.scheduler.forget_target()
-        if recovered.drafter:
-            self.scheduler.forget_drafter()
-        self.scheduler.drafting = recovered.drafting
+        if recovered.drafter or recovered.drafting != self.scheduler.drafting:
+            self.scheduler.forget_drafter(recovered.drafting)
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
         for seq in list(self.scheduler):

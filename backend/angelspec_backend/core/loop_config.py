@@ -7,11 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """What the loop must know of a drafter."""
+    """What the loop must know of a drafter.
 
-    name: str
+    A drafter with ``tap_ids`` is a hidden-state drafter: it is fed with the target's hidden states at
+    position j together with the token at j + 1, so it is never ahead of the target.
+    """
+
+    name: str  # how requests and the configuration call it
     keeps_drafts: bool  # its context already holds the drafts it proposed, all but the last
-    shares_blocks: bool  # its context lies in the KV blocks, so that it gains from cached prefixes
+    shares_blocks: bool  # its context lies in the KV blocks, so that a sequence may begin with cached ones
+    tap_ids: tuple[int, ...] = ()  # layers of the target whose outputs it reads, counted from 0, ascending
+    hidden_bytes: int = 0  # of one hidden state: the target's hidden size times its dtype's size
+    lookahead: int = 0  # KV slots behind the newest token that it may write while it drafts
+
+    def __post_init__(self) -> None:
+        if any(a >= b for a, b in zip(self.tap_ids, self.tap_ids[1:], strict=False)):
+            raise ValueError(f"drafter '{self.name}': tap_ids must be ascending, got {self.tap_ids}")
+        if self.tap_ids and (self.keeps_drafts or self.hidden_bytes <= 0):
+            raise ValueError(
+                f"drafter '{self.name}': with tap_ids hidden_bytes must be positive and keeps_drafts false "
+                f"(drafts have no hidden states yet), got {self.hidden_bytes} and {self.keeps_drafts}"
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of hidden states fed with each token."""
+        return len(self.tap_ids) * self.hidden_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +48,9 @@ class LoopConfig:
     max_batch_tokens: int = 512
     max_queue_size: int = 256
     adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
+    max_slowdown: float = 2.2  # of steps that decode, by the prompt chunks computed in them
     prefix_caching: bool = True  # do not compute again what another sequence began with
+    max_waiting_states: int = 128  # positions of a sequence whose hidden states may wait for drafting
 
     def __post_init__(self) -> None:
         pool = (self.num_blocks - 1) * self.block_size
@@ -38,3 +61,8 @@ class LoopConfig:
                 f"max_batch_tokens {self.max_batch_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step could not give every sequence a token"
             )
+
+    @property
+    def max_lookahead(self) -> int:
+        """The most KV slots that any drafter needs behind a sequence."""
+        return max((drafter.lookahead for drafter in self.drafters), default=0)

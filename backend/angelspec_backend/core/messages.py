@@ -1,14 +1,18 @@
 """The contract between the loop, the drafter and the target: what one engine step says and answers.
 
-Only token ids, lengths and sampling parameters cross a process boundary, never logits. A step
-packs any number of sequences ("rows") raggedly: one fixed-size record per row, and flat arrays in
-row order whose lengths the records give. The same records reach the drafter and the target, so
-the ensemble between them needs no translation.
+Only token ids, lengths, sampling parameters and, for the drafters that want them, hidden states cross a
+process boundary, never logits. A step packs any number of sequences ("rows") raggedly: one fixed-size
+record per row, and flat arrays in row order whose lengths the records give. The same records reach the
+drafter and the target, so the ensemble between them needs no translation.
+
+A hidden state is the output of one decoder layer of the target at one position, in the target's dtype, as
+raw bytes.  Layers are counted from 0 and named by their tap id.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +35,18 @@ ROW = np.dtype(
         ("temperature", "<f4"),  # 0: greedy
         ("top_p", "<f4"),  # 1: off
         ("min_p", "<f4"),  # 0: off
-        ("reserved", "<i4"),  # keeps the seed aligned
+        ("num_taps", "<i4"),  # hidden states of so many layers are returned for committed tokens; 0: none
         ("seed", "<u8"),  # noise is a function of (seed, position) alone
     ]
 )
+
+
+def _no_ids() -> NDArray[np.int32]:
+    return np.zeros(0, np.int32)
+
+
+def _no_bytes() -> NDArray[np.uint8]:
+    return np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,9 @@ class StepInput:
     token_ids: NDArray[np.int32]  # [sum(num_tokens)] known tokens for the target
     feed_token_ids: NDArray[np.int32]  # [sum(num_feed)] committed tokens new to the drafter
     block_table: NDArray[np.int32]  # [sum(num_blocks)] block ids, shared by target and drafter
+    tap_ids: NDArray[np.int32] = field(default_factory=_no_ids)  # [sum(num_taps)], ascending within a row
+    # For the drafter: per row [num_feed, taps of the row's drafter, hidden], nothing where it has no taps.
+    hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
 
     @property
     def speculative(self) -> bool:
@@ -72,8 +87,11 @@ class StepOutput:
     token_ids: NDArray[np.int32]  # [sum(lens)] new tokens in row order
     lens: NDArray[np.int32]  # [num_rows] accepted + 1 for a sampling row, 0 for a prompt chunk
     draft_lens: NDArray[np.int32]  # [num_rows] draft tokens that were verified
+    # Per row [num_committed, num_taps, hidden] with num_committed = num_tokens + max(lens - 1, 0): the known
+    # tokens that were computed and the accepted drafts behind them, never a rejected one.
+    hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
 
 
-def split_rows(flat: NDArray[np.int32], lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+def split_rows(flat: NDArray[Any], lens: NDArray[Any]) -> list[NDArray[Any]]:
     """Views of a flat array, one per row.  flat: [sum(lens)], lens: [num_rows]."""
     return np.split(flat, np.cumsum(lens)[:-1]) if len(lens) else []

@@ -8,6 +8,7 @@ from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
 from angelspec_backend.core.draft_policy import Record
+from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest
 
@@ -41,7 +42,8 @@ class Sequence:
     """State of one request, owned by the loop thread.
 
     ``num_computed`` tokens have K/V in the target, ``num_fed`` have reached the drafter; both chase
-    ``len(token_ids)``.  Preemption and recovery only set them back.
+    ``len(token_ids)``.  Preemption and recovery only set them back.  Under a hidden-state drafter the
+    states of the positions between ``num_fed`` and ``num_computed`` wait here.
     """
 
     request_id: int
@@ -50,6 +52,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_fed: int = 0
+    waiting_states: HiddenQueue = field(default_factory=HiddenQueue)
     slot: int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -7,17 +7,18 @@ the drafts behind it.  A rejected draft is a subtraction, preemption sets ``num_
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, BlockTable
-from angelspec_backend.core.draft_policy import DraftPolicy
+from angelspec_backend.core.drafting import Drafting, split_states
 from angelspec_backend.core.loop_config import LoopConfig
-from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
+from angelspec_backend.core.messages import StepOutput, split_rows
+from angelspec_backend.core.prefill_policy import PrefillPolicy
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
 from angelspec_backend.core.step import ScheduledRow
 
@@ -27,21 +28,21 @@ class Scheduler:
 
     def __init__(self, config: LoopConfig) -> None:
         self.config = config
-        self.drafting = True  # off while no drafter is alive: every row is then decoded autoregressively
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # known tokens that did not have to be computed
-        self._policy = DraftPolicy(len(config.drafters))
-        self._budget = self._feed_budget = 0  # tokens left in the step being planned
+        self._budget = 0  # tokens left in the step being planned
         self._blocks = BlockManager(config.num_blocks, config.block_size)
+        self._drafting = Drafting(config, self._blocks)
+        self._prefill = PrefillPolicy(self._drafting.times, config.max_slowdown)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     # ------------------------------------------------------------------ requests in and out
 
     def new_table(self) -> BlockTable:
-        """A block table that can hold the longest sequence."""
-        return BlockTable(self._blocks.blocks_for(self.config.max_context))
+        """A block table that can hold the longest sequence and what its drafter writes behind it."""
+        return BlockTable(self._blocks.blocks_for(self.config.max_context + self.config.max_lookahead))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -66,11 +67,23 @@ class Scheduler:
         for seq in list(reversed(self.running)):
             self._preempt(seq)
 
-    def forget_drafter(self) -> None:
-        """The drafter lost its context: it is fed again from the start."""
+    @property
+    def drafting(self) -> bool:
+        """Whether a drafter is alive; without one every row is decoded autoregressively."""
+        return self._drafting.alive
+
+    def forget_drafter(self, alive: bool) -> None:
+        """The drafter lost its context, and may be gone: what it saw has to be fed again from the start.
+
+        Hidden states cannot be fed again, so sequences that need them are computed anew.
+        """
+        self._drafting.alive = alive
         self._blocks.forget_drafters()
-        for seq in self.running:
-            seq.num_fed = 0
+        for seq in list(reversed(self.running)):
+            if self._drafting.needs_states(seq):
+                self._preempt(seq)
+            else:
+                self._drafting.restart(seq)
 
     # ------------------------------------------------------------------ a step
 
@@ -81,15 +94,17 @@ class Scheduler:
         """
         rows: list[ScheduledRow] = []
         self._budget = self.config.max_batch_tokens
-        # A drafter that is far behind catches up in pieces, not in one endless step.
-        self._feed_budget = self.config.max_batch_tokens + self.config.max_num_seqs
         decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
         prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
         reserved = len(decoding)  # each decoding row is sure of its one token
-        for seq, drafts in zip(decoding, self._draft_lengths(decoding), strict=True):
+        for seq, drafts in zip(decoding, self._drafting.begin_step(decoding), strict=True):
             reserved -= 1
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
+        # Where most sequences wait for their first token, as after a burst, the others wait for them.
+        if rows and len(decoding) >= len(prefilling) + len(self.waiting):
+            num_decoded = self.config.max_batch_tokens - self._budget
+            self._budget = min(self._budget, self._prefill.limit(num_decoded))
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):
                 rows.append(row)
@@ -102,18 +117,23 @@ class Scheduler:
     def apply(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> list[TokenEvent]:
         """Take over what the target sampled in a step of so many seconds; sequences that ended leave."""
         events = []
-        if all(row.num_tokens == 1 for row in rows):
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
-        for row, new, drafted in zip(
-            rows, split_rows(output.token_ids, output.lens), output.draft_lens.tolist(), strict=True
+        self._drafting.observe(rows, output, seconds)
+        num_prompt = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        if num_prompt:
+            num_decoded = sum(row.num_tokens == 1 for row in rows) + int(output.draft_lens.sum())
+            self._prefill.observe(num_decoded, num_prompt, seconds)
+        for row, new, drafted, states in zip(
+            rows,
+            split_rows(output.token_ids, output.lens),
+            output.draft_lens.tolist(),
+            split_states(rows, output),
+            strict=True,
         ):
             seq, accepted = row.seq, max(len(new) - 1, 0)
-            if row.num_draft_tokens:
-                seq.num_draft_tokens += drafted
-                self._policy.observe_draft(seq.drafter, seq.record, row.num_draft_tokens, drafted, accepted)
+            seq.num_draft_tokens += drafted
             before = len(seq.token_ids)
             reason = seq.append(new.tolist(), self.config.eos_token_ids)
-            self._advance(row, accepted, drafted)
+            self._advance(row, accepted, drafted, states)
             emitted = seq.token_ids[before:]
             if not emitted:
                 continue
@@ -138,33 +158,15 @@ class Scheduler:
         slots = sorted([*self._slots, *(seq.slot for seq in self.running if seq.slot is not None)])
         assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or used twice"
         for seq in self.waiting:
-            assert (seq.slot, len(seq.table), seq.num_computed) == (None, 0, 0), (
-                "waiting, yet holding something"
-            )
+            held = (seq.slot, len(seq.table), seq.num_computed, seq.num_fed, len(seq.waiting_states))
+            assert held == (None, 0, 0, 0, 0), "waiting, yet holding something"
         for seq in self.running:
             assert 0 <= seq.num_computed < len(seq.token_ids), "nothing left to compute"
-            assert 0 <= seq.num_fed <= len(seq.token_ids), "the drafter saw tokens that are not committed"
-            held = len(seq.table) * self.config.block_size
-            assert seq.num_computed <= held, "computed tokens without blocks"
+            room = len(seq.table) * self.config.block_size
+            assert seq.num_computed <= room, "computed tokens without blocks"
+            self._drafting.check_integrity(seq)
 
     # ------------------------------------------------------------------ inside
-
-    def _draft_lengths(self, decoding: list[Sequence]) -> list[int]:
-        """Drafts wanted for each decoding sequence: what its request allows, or what pays."""
-        limits = [
-            min(seq.request.num_draft_tokens, seq.num_wanted - 1)
-            if self.drafting and seq.drafter != NO_DRAFTER
-            else 0
-            for seq in decoding
-        ]
-        if not self.config.adaptive_drafts or not any(limits):
-            return limits
-        chances = [
-            self._policy.chances(seq.drafter, seq.record) if limit else (0.0, 0.0)
-            for seq, limit in zip(decoding, limits, strict=True)
-        ]
-        right, found = np.array(chances).T
-        return self._policy.choose(right, found, np.array(limits)).tolist()
 
     def _plan(
         self, seq: Sequence, budget: int, rows: list[ScheduledRow], drafts: int = 0
@@ -172,11 +174,10 @@ class Scheduler:
         """A row for a running sequence, with its blocks; None when it was preempted itself."""
         num_tokens = min(seq.num_uncomputed, budget)
         known = seq.num_computed + num_tokens
-        # A drafter sees tokens when it is to draft, not before: a step without drafts costs it nothing.
-        num_feed = min(known - seq.num_fed, self._feed_budget) if drafts else 0
-        caught_up = seq.num_fed + num_feed == len(seq.token_ids)
-        drafts = min(drafts, budget - num_tokens) if caught_up else 0
-        if drafts and not self._blocks.grow(seq.table, known + drafts):
+        num_feed, can_draft = self._drafting.plan_feed(seq, num_tokens, drafts > 0)
+        drafter = self._drafting.drafter_of(seq)
+        drafts = min(drafts, budget - num_tokens) if can_draft else 0
+        if drafter and drafts and not self._blocks.grow(seq.table, known + max(drafts, drafter.lookahead)):
             drafts = 0
         while not self._blocks.grow(seq.table, known):
             victim = self.running[-1]
@@ -185,12 +186,13 @@ class Scheduler:
             if victim is seq:
                 return None
         self._budget -= num_tokens + drafts
-        self._feed_budget -= num_feed
-        return ScheduledRow(seq, num_tokens, num_feed, drafts)
+        self._drafting.take_budget(num_feed)
+        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter)
 
     def _admit(self, seq: Sequence) -> bool:
         """Start the first waiting sequence if a slot is free and its known tokens fit beside the others."""
-        prefix = self._blocks.match(seq.token_ids) if self.config.prefix_caching else []
+        cached = self._blocks.match(seq.token_ids) if self.config.prefix_caching else []
+        prefix, num_fed = self._drafting.usable(seq, cached)
         if not self._slots or not self._blocks.start(seq.table, prefix, len(seq.token_ids) + 1):
             return False
         self.waiting.popleft()
@@ -198,31 +200,24 @@ class Scheduler:
         self.running.append(seq)
         seq.num_computed = len(prefix) * self.config.block_size
         self.num_cached_tokens += seq.num_computed
-        if seq.drafter != NO_DRAFTER and self.config.drafters[seq.drafter].shares_blocks:
-            fed = itertools.takewhile(lambda cached: seq.drafter in cached.drafters, prefix)
-            seq.num_fed = sum(1 for _ in fed) * self.config.block_size
+        seq.num_fed = num_fed * self.config.block_size
         return True
 
-    def _advance(self, row: ScheduledRow, accepted: int, drafted: int) -> None:
+    def _advance(self, row: ScheduledRow, accepted: int, drafted: int, states: NDArray[np.uint8]) -> None:
         """Move what is computed and fed past a row; full blocks become findable for others."""
-        seq, fed_before = row.seq, row.seq.num_fed
+        seq = row.seq
         seq.num_computed += row.num_tokens + accepted
-        seq.num_fed += row.num_feed
-        if drafted and self.config.drafters[seq.drafter].keeps_drafts:
-            seq.num_fed += min(accepted, drafted - 1)
         if self.config.prefix_caching:
             # The end of a request may cut off tokens that were accepted.
             self._blocks.publish(seq.table, seq.token_ids, min(seq.num_computed, len(seq.token_ids)))
-            if row.num_feed and self.config.drafters[seq.drafter].shares_blocks:
-                self._blocks.mark_fed(
-                    seq.table, seq.drafter, fed_before, min(seq.num_fed, len(seq.token_ids))
-                )
+        self._drafting.advance(row, accepted, drafted, states)
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
         self.running.remove(seq)
         self._release(seq)
-        seq.num_computed = seq.num_fed = 0
+        seq.num_computed = 0
+        self._drafting.restart(seq)
         self.waiting.appendleft(seq)
 
     def _release(self, seq: Sequence) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput
 from angelspec_backend.core.request import Sequence
 
@@ -16,22 +18,43 @@ class ScheduledRow:
 
     seq: Sequence
     num_tokens: int  # known tokens for the target
-    num_feed: int  # known tokens for the drafter
+    num_feed: int  # positions for the drafter
     num_draft_tokens: int  # drafts wanted
+    drafter: DrafterInfo | None = None  # None: nothing is drafted or fed
 
     @property
     def samples(self) -> bool:
         """Whether the row reaches its newest token, so that the next one can be sampled."""
         return self.num_tokens == self.seq.num_uncomputed
 
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        """Layers whose hidden states the drafter is fed with."""
+        return self.drafter.tap_ids if self.drafter else ()
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether the drafter gets more hidden states than a decoding step brings, which takes longer."""
+        return bool(self.tap_ids) and self.num_feed > self.seq.request.num_draft_tokens + 1
+
+    def num_committed(self, num_sampled: int) -> int:
+        """Tokens whose hidden states hold, when so many were sampled: the last one is not computed yet."""
+        return self.num_tokens + max(num_sampled - 1, 0)
+
 
 def build_step(rows: list[ScheduledRow]) -> StepInput:
     """The message of a step."""
     records, token_ids, feed = [], [], []
+    tap_ids: list[int] = []
+    states: list[NDArray[np.uint8]] = []
     for row in rows:
         seq, sampling = row.seq, row.seq.request.sampling
         token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
-        feed += seq.token_ids[seq.num_fed : seq.num_fed + row.num_feed]
+        begin = seq.num_fed + (1 if row.tap_ids else 0)  # with hidden states goes the token behind them
+        feed += seq.token_ids[begin : begin + row.num_feed]
+        if row.tap_ids:
+            tap_ids += row.tap_ids
+            states += seq.waiting_states.first(row.num_feed)
         records.append(
             (
                 seq.slot,
@@ -47,7 +70,7 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
-                0,
+                len(row.tap_ids),
                 sampling.seed,
             )
         )
@@ -56,4 +79,6 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
         token_ids=np.array(token_ids, np.int32),
         feed_token_ids=np.array(feed, np.int32),
         block_table=np.concatenate([row.seq.table.ids for row in rows]),
+        tap_ids=np.array(tap_ids, np.int32),
+        hidden_states=np.concatenate(states) if states else np.zeros(0, np.uint8),
     )

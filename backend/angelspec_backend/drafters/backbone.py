@@ -93,7 +93,7 @@ class BlockBackbone(nn.Module):
 
         features: [n, num_taps, target_hidden]; positions: [n].
         """
-        rotary = self._rotary(positions, features.dtype)
+        rotary = self.rotary(positions, features.dtype)
         contexts = self.layer_context(features).unbind(0)
         attentions = [cast(BlockAttention, layer.self_attn) for layer in self.layers]
         return [
@@ -110,12 +110,12 @@ class BlockBackbone(nn.Module):
     def block_hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The backbone over slots of any blocks: token_ids, positions: [n] -> [n, hidden], after the norm."""
         hidden = F.embedding(token_ids, self.embed_tokens)
-        rotary = self._rotary(positions, hidden.dtype)
+        rotary = self.rotary(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotary, attend, index)
         return self.final_norm(hidden)
 
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         return Rotary.at(positions, self.spec.shape.head_dim, self.spec.shape.rope_theta, dtype)
 
 

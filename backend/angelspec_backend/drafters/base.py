@@ -20,21 +20,15 @@ class Drafter(Protocol):
 
     A row is told apart by its slot or by its blocks.  ``num_fed == 0`` begins a new sequence in the slot;
     a ``num_fed`` below what the drafter has means that it must forget what lies behind.
+
+    A hidden-state drafter (``info.tap_ids``) gets positions num_fed .. num_fed + num_feed - 1, each with the
+    target's hidden states of the position and the token at the next one.  So the last token fed to a row
+    that drafts is the anchor, the newest token, at position num_fed + num_feed; drafts follow it.
     """
 
     @property
-    def name(self) -> str:
-        """How requests and the configuration call it."""
-        ...
-
-    @property
-    def keeps_drafts(self) -> bool:
-        """Whether its context holds the drafts it proposed, all but the last, as if they had been fed."""
-        ...
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether its context lies in the KV blocks, so that a new sequence may begin at num_fed > 0."""
+    def info(self) -> DrafterInfo:
+        """What the loop must know of it."""
         ...
 
     def propose(
@@ -42,18 +36,15 @@ class Drafter(Protocol):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
+        hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """Take the fed tokens in, then propose at most ``num_draft_tokens`` for each row.
 
         rows: [num_rows] of ROW, all of this drafter; feed_token_ids: [sum(num_feed)];
-        block_table: [sum(num_blocks)].
+        block_table: [sum(num_blocks)]; hidden_states: the bytes of [sum(num_feed), len(tap_ids), hidden],
+        empty without tap_ids.
         """
         ...
-
-
-def describe(drafter: Drafter) -> DrafterInfo:
-    """What the loop must know of a drafter."""
-    return DrafterInfo(drafter.name, drafter.keeps_drafts, drafter.shares_blocks)
 
 
 class DrafterHost:
@@ -69,6 +60,8 @@ class DrafterHost:
         self.drafters = tuple(drafters)
         self.num_failures = [0] * len(self.drafters)
         self._behind = np.zeros((len(self.drafters), max_num_seqs), bool)
+        # Of hidden states per fed token, by drafter; the last entry is NO_DRAFTER's.
+        self._bytes_per_token = np.array([*(each.info.bytes_per_token for each in drafters), 0], np.int64)
 
     def propose(self, step: StepInput) -> DraftOutput:
         """Drafts for all rows of a step, in their order; rows without a drafter get none.
@@ -99,12 +92,13 @@ class DrafterHost:
                 rows[mine],
                 step.feed_token_ids[np.repeat(mine, rows["num_feed"])],
                 step.block_table[np.repeat(mine, rows["num_blocks"])],
+                _select(step.hidden_states, self._hidden_bytes(rows), mine),
             )
         except Exception:
             self.num_failures[index] += 1
             self._behind[index, rows["slot"][mine]] = True
             if self.num_failures[index] == 1:
-                logger.exception("drafter '%s' failed; its sequences go on without drafts", drafter.name)
+                logger.exception("drafter '%s' failed; its sequences go on without drafts", drafter.info.name)
             return DraftOutput.empty(int(mine.sum()))
 
     def _check(self, step: StepInput) -> None:
@@ -121,6 +115,25 @@ class DrafterHost:
             have, want = len(getattr(step, flat_name)), int(rows[lens_name].sum(dtype=np.int64))
             if have != want:
                 raise ValueError(f"{flat_name}: expected {want} entries (the sum of {lens_name}), got {have}")
+        have, want = len(step.hidden_states), int(self._hidden_bytes(rows).sum())
+        if have != want:
+            raise ValueError(f"hidden_states: expected {want} bytes for the fed tokens, got {have}")
+
+    def _hidden_bytes(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
+        """Bytes of hidden states of each row.  [num_rows]"""
+        return rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+
+
+def _select(flat: NDArray[np.uint8], lens: NDArray[np.int64], mine: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """The bytes of some rows; they are many, so they are copied only if others lie between them.
+
+    flat: [sum(lens)]; lens, mine: [num_rows]
+    """
+    end = np.cumsum(lens)
+    if lens[mine].sum() == len(flat):
+        return flat
+    parts = [flat[end[row] - lens[row] : end[row]] for row in np.flatnonzero(mine & (lens > 0))]
+    return np.concatenate(parts) if parts else flat[:0]
 
 
 def _merge(num_rows: int, chosen: list[NDArray[np.bool_]], outputs: list[DraftOutput]) -> DraftOutput:

@@ -18,8 +18,8 @@ from angelspec_backend.drafters.format_checks import Sizes, check_plain, need, o
 from angelspec_backend.drafters.layers import LayerShape
 from angelspec_backend.drafters.spec import DrafterSpec, TargetIdentity
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import rope_theta
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import rope_theta
 
 FC_NAMES = {
     "fc.weight": "context_proj.weight",
@@ -133,7 +133,7 @@ def _spec(
             markov_rank=markov_rank,
             markov_kind=str(config.get("markov_head_type") or "vanilla").lower(),
             confidence_head=confidence_inputs > 0,
-            confidence_with_markov=confidence_inputs > hidden,
+            confidence_with_markov=not 0 < confidence_inputs <= hidden,
             target=TargetIdentity(**(config.get(IDENTITY) or {})),
         )
     except (ValueError, TypeError) as error:

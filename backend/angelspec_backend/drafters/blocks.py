@@ -20,9 +20,9 @@ from angelspec_backend.drafters.heads import ConfidenceHead, HiddenCorrection, M
 from angelspec_backend.drafters.spec import DrafterSpec
 from angelspec_backend.drafters.target_parts import TargetParts
 
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Choose = Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]
 """From logits [n, draft_vocab], the blocks [n] they belong to and the index of the draft token in its block
-[n], to token ids of the target [n] and their probabilities [n]."""
+([n], or one for all), to token ids of the target [n] and their probabilities [n] in fp32."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class BlockNetwork(BlockBackbone):
 
     def base_logits(self, hidden: Tensor) -> Tensor | None:
         """Logits that the previous token changes only by a bias; None if it changes the hidden state."""
-        return None if self.hidden_correction is not None else self.lm_head(hidden)
+        correction = self.hidden_correction
+        return self.lm_head(hidden) if correction is None or correction.folded else None
 
     def correct(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
         """Hidden states as the LM head gets them: [..., hidden], [...] -> [..., hidden]"""
@@ -79,7 +80,13 @@ class BlockNetwork(BlockBackbone):
         hidden: [..., hidden] of the backbone; base: its ``base_logits``; previous_ids: [...] tokens before
         the one that the slot predicts; state: of the slot before.
         """
-        logits = self.lm_head(self.correct(hidden, previous_ids)) if base is None else base
+        if base is None:
+            logits = self.lm_head(self.correct(hidden, previous_ids))
+        elif self.hidden_correction is None:
+            logits = base
+        else:
+            previous = F.embedding(previous_ids, self.embed_tokens)
+            logits = base + self.hidden_correction.logit_bias(hidden, previous)
         embedded = None
         if self.markov_head is not None:
             embedded = self.markov_head.markov_w1(previous_ids)
@@ -88,11 +95,18 @@ class BlockNetwork(BlockBackbone):
         confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedded)
         return Slot(logits, confidence, state)
 
-    def teacher_forced(self, hidden: Tensor, previous_ids: Tensor) -> Slot:
-        """The head at all slots, the tokens before them given.
+    def drafting(self, hidden: Tensor) -> Tensor:
+        """The slots that draft: all but the anchor's where it predicts itself.
 
-        hidden: [..., block_size, hidden]; previous_ids: [..., block_size] -> logits [..., block_size,
-        draft_vocab].  A recurrent state begins at the first drafted slot, as it does in ``draft``.
+        [..., block_size, hidden] -> [..., num_drafts, hidden]
+        """
+        return hidden[..., 1 - self.spec.label_shift :, :]
+
+    def teacher_forced(self, hidden: Tensor, previous_ids: Tensor) -> Slot:
+        """The head at all drafting slots, the tokens before them given.
+
+        hidden: [..., num_drafts, hidden]; previous_ids: [..., num_drafts] -> logits [..., num_drafts,
+        draft_vocab].
         """
         base = self.base_logits(hidden)
         if self.markov_head is None or not self.markov_head.recurrent:
@@ -100,13 +114,13 @@ class BlockNetwork(BlockBackbone):
         assert base is not None
         slots: list[Slot] = []
         for k in range(hidden.shape[-2]):
-            state = slots[-1].state if k > 1 - self.spec.label_shift else None
+            state = slots[-1].state if slots else None
             slots.append(self.slot(hidden[..., k, :], base[..., k, :], previous_ids[..., k], state))
         confidences = [slot.confidence for slot in slots if slot.confidence is not None]
         return Slot(
             torch.stack([slot.logits for slot in slots], -2),
             torch.stack(confidences, -1) if confidences else None,
-            None,
+            slots[-1].state,
         )
 
     def draft(
@@ -120,7 +134,7 @@ class BlockNetwork(BlockBackbone):
         probability), both [num_blocks, max(lens)], with zeros behind a block's own length.
         """
         choose = choose or self.greedy
-        hidden = hidden[:, 1 - self.spec.label_shift :]
+        hidden = self.drafting(hidden)
         if lens is None:
             lens = torch.full((len(hidden),), hidden.shape[1], device=hidden.device)
         width = int(lens.max()) if len(lens) else 0
@@ -135,25 +149,29 @@ class BlockNetwork(BlockBackbone):
             slot = self.slot(chosen, self.lm_head(chosen), anchor_ids[block])
             tokens[block, index], confidence[block, index] = _choose(choose, slot, block, index)
             return tokens, confidence
-        base, state = self.base_logits(hidden), None
+        base, state, previous = self.base_logits(hidden), None, anchor_ids
+        block = torch.arange(len(hidden), device=hidden.device)  # those that want a token at this step
         for step in range(width):
-            block = wanted[:, step].nonzero()[:, 0]
-            previous = tokens[block, step - 1] if step else anchor_ids[block]
-            if state is not None:  # blocks only ever drop out
-                state = state[wanted[:, step][wanted[:, step - 1]]]
-            slot = self.slot(
-                hidden[block, step], None if base is None else base[block, step], previous, state
+            if not bool(wanted[block, step].all()):  # blocks only ever drop out
+                going_on = wanted[block, step]
+                block, previous = block[going_on], previous[going_on]
+                state = None if state is None else state[going_on]
+            everywhere = len(block) == len(hidden)
+            here, its_base = (
+                None if each is None else each[:, step] if everywhere else each[block, step]
+                for each in (hidden, base)
             )
+            assert here is not None
+            slot = self.slot(here, its_base, previous, state)
             state = slot.state
-            tokens[block, step], confidence[block, step] = _choose(
-                choose, slot, block, torch.full_like(block, step)
-            )
+            previous, probability = _choose(choose, slot, block, step)
+            tokens[block, step], confidence[block, step] = previous, probability
         return tokens, confidence
 
-    def greedy(self, logits: Tensor, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def greedy(self, logits: Tensor, block: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens, see ``Choose``."""
         top, ids = logits.float().max(-1)
-        return self.to_target(ids), (top - logits.float().logsumexp(-1)).exp()
+        return self.to_target(ids), 1 / (logits.float() - top[:, None]).exp().sum(-1)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's."""
@@ -167,6 +185,6 @@ class BlockNetwork(BlockBackbone):
         return tensors
 
 
-def _choose(choose: Choose, slot: Slot, block: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def _choose(choose: Choose, slot: Slot, block: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
     tokens, probability = choose(slot.logits, block, index)
     return tokens, probability if slot.confidence is None else slot.confidence.sigmoid()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from angelspec_backend.drafters import block_formats
+from angelspec_backend.drafters import block_formats, eagle3_format, mtp_format
 from angelspec_backend.drafters.block_export import EXPRESSIBLE, export_block
 from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.chain import ChainNetwork
@@ -82,7 +82,8 @@ def load_drafter(
 def export_drafter(network: DrafterNetwork, folder: str | Path, naming: str = "native") -> None:
     """Write a drafter as safetensors and config.json.
 
-    naming: "native" expresses every drafter; the keys of EXPRESSIBLE are the formats of other projects.
+    naming: "native" expresses every drafter.  Formats of other projects: the keys of EXPRESSIBLE for block
+    drafters, the NAMINGS of mtp_format and eagle3_format for these.
 
     Raises:
         ValueError: the naming is unknown, or cannot express this drafter.
@@ -95,8 +96,14 @@ def export_drafter(network: DrafterNetwork, folder: str | Path, naming: str = "n
         write_checkpoint(folder, config, network.own_tensors())
     elif naming in EXPRESSIBLE and isinstance(network, BlockNetwork):
         write_checkpoint(folder, *export_block(network, naming))
+    elif naming in mtp_format.NAMINGS and isinstance(network, MTP):
+        write_checkpoint(folder, *mtp_format.export_mtp(network, naming))
+    elif naming in eagle3_format.NAMINGS and isinstance(network, Eagle3):
+        write_checkpoint(folder, *eagle3_format.export_eagle3(network, naming))
     else:
-        raise ValueError(f"naming is '{naming}', allowed: native, {', '.join(EXPRESSIBLE)}")
+        allowed = {"mtp": mtp_format.NAMINGS, "eagle3": eagle3_format.NAMINGS}
+        names = ", ".join(allowed.get(network.spec.kind, tuple(EXPRESSIBLE)))
+        raise ValueError(f"naming is '{naming}', allowed for {network.spec.kind}: native, {names}")
 
 
 def _is_native(checkpoint: Checkpoint) -> bool:
@@ -138,6 +145,8 @@ FORMATS: tuple[Format, ...] = (
     Format("native", _is_native, _load_native),
     Format("AngelSpec block drafter", block_formats.is_angelspec, block_formats.load_angelspec),
     Format("z-lab DFlash or DeepSpec DSpark", block_formats.is_fc_named, block_formats.load_fc_named),
+    Format("MTP head", mtp_format.is_mtp, mtp_format.load_mtp),
+    Format("EAGLE-3", eagle3_format.is_eagle3, eagle3_format.load_eagle3),
 )
 """The first that matches loads a checkpoint."""
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.loader import LoadError, load_tokenizer
@@ -29,14 +30,18 @@ class DraftModelDrafter:
 
     runner: ModelRunner
     name: str = "draft_model"
-    keeps_drafts: bool = True
-    shares_blocks: bool = True
+
+    @property
+    def info(self) -> DrafterInfo:
+        """What the loop must know of it."""
+        return DrafterInfo(self.name, keeps_drafts=True, shares_blocks=True)
 
     def propose(
         self,
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
+        hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """Compute the fed tokens, then draft token by token for all rows that want one more.
 
@@ -77,7 +82,8 @@ class DraftModelDrafter:
         table = block_table[np.repeat(which, rows["num_blocks"])]
         chosen, runner = rows[which], self.runner
         drafts = DraftOutput.empty(len(chosen))
-        return runner.forward(pack(chosen, token_ids, drafts, table, runner.pool.block_size, runner.device))
+        block_size, shapes = runner.pool.block_size, runner.graph_shapes
+        return runner.forward(pack(chosen, token_ids, drafts, table, block_size, runner.device, shapes))
 
 
 def check_compatible(target_path: str, draft_path: str) -> None:

@@ -15,6 +15,7 @@ class DraftVocab(nn.Module):
 
     d2t: Tensor  # [draft_vocab_size] int64 offsets
     target_ids: Tensor  # [draft_vocab_size] int64
+    draft_ids: Tensor  # [vocab_size] int64, -1 for tokens that cannot be drafted
 
     def __init__(self, d2t: Tensor, vocab_size: int) -> None:
         """vocab_size: of the target.
@@ -38,6 +39,9 @@ class DraftVocab(nn.Module):
         self.vocab_size = vocab_size
         self.register_buffer("d2t", d2t.long())
         self.register_buffer("target_ids", target_ids, persistent=False)
+        draft_ids = torch.full((vocab_size,), -1, device=d2t.device)
+        draft_ids[target_ids] = torch.arange(len(d2t), device=d2t.device)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     @staticmethod
     def of(token_ids: Tensor, vocab_size: int) -> DraftVocab:
@@ -50,6 +54,12 @@ class DraftVocab(nn.Module):
 
     def t2d(self) -> Tensor:
         """Which target tokens can be proposed.  -> [vocab_size] bool"""
-        inside = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
-        inside[self.target_ids] = True
-        return inside
+        return self.draft_ids >= 0
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, -inf where the drafter has none.
+
+        logits: [n, draft_vocab_size] -> [n, vocab_size]
+        """
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self.target_ids, logits)

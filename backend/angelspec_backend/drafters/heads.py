@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angelspec_backend.drafters.layers import RMSNorm, SwiGLU
@@ -15,6 +14,8 @@ class HiddenCorrection(SwiGLU):
     hidden + SwiGLU([norm(hidden) ; norm(embedding of the previous token)])
     """
 
+    folded = False  # whether ``logit_bias`` takes the place of ``correct`` in front of the LM head
+
     def __init__(self, hidden: int, intermediate: int, eps: float) -> None:
         super().__init__(hidden, intermediate, 2 * hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
@@ -24,6 +25,10 @@ class HiddenCorrection(SwiGLU):
     def correct(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """hidden, previous (embeddings): [..., hidden] -> [..., hidden]"""
         return hidden + self(torch.cat([self.hidden_norm(hidden), self.embed_norm(previous)], -1))
+
+    def logit_bias(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """What the correction adds to the logits; only where ``folded``.  -> [..., draft vocabulary]"""
+        raise NotImplementedError
 
 
 class MarkovHead(nn.Module):
@@ -81,4 +86,4 @@ class ConfidenceHead(nn.Module):
         if self.with_markov:
             assert embedded is not None  # the specification has a Markov head
             hidden = torch.cat([hidden, embedded], -1)
-        return F.linear(hidden.float(), self.proj.weight.float(), self.proj.bias.float())[..., 0]
+        return self.proj(hidden)[..., 0].float()

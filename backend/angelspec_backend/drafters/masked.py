@@ -38,14 +38,14 @@ class MaskedAttend:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def previous_ids(token_ids: Tensor, anchors: Tensor, block_size: int, label_shift: int) -> Tensor:
-    """The token before the one that each slot predicts; slot 0, if it predicts nothing, gets the anchor.
+def previous_ids(token_ids: Tensor, anchors: Tensor, num_drafts: int) -> Tensor:
+    """The tokens before each draft: the anchor's, then those behind it.
 
-    token_ids: [rows, length]; anchors: [rows, num_blocks] indexes into it -> [rows, num_blocks, block_size];
-    slots behind the end get the last token.
+    token_ids: [rows, length]; anchors: [rows, num_blocks] indexes into it -> [rows, num_blocks, num_drafts];
+    behind the end it is the last token.
     """
-    offset = (torch.arange(block_size, device=anchors.device) - 1 + label_shift).clamp(min=0)
-    at = (anchors[..., None] + offset).clamp(max=token_ids.shape[-1] - 1)
+    at = anchors[..., None] + torch.arange(num_drafts, device=anchors.device)
+    at = at.clamp(max=token_ids.shape[-1] - 1)
     return token_ids.gather(1, at.flatten(1)).view(at.shape)
 
 
@@ -61,7 +61,7 @@ def block_hidden_states(
 
     features: [rows, length, num_taps, target_hidden]; token_ids: [rows, length]; anchors: [rows, num_blocks]
     indexes of the anchors; mask: [rows, num_blocks * block_size, length + num_blocks * block_size] which
-    context and which slots a slot sees, at least one; positions: [rows, length] rotary positions, the
+    context and which slots a slot sees; positions: [rows, length] rotary positions, the
     indexes if not given.  Returns [rows, num_blocks, block_size, hidden].
     """
     if positions is None:
@@ -82,12 +82,12 @@ def train_forward(
     mask: Tensor,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Slot]:
-    """Teacher-forced logits of all slots of all blocks; arguments as in ``block_hidden_states``.
+    """Teacher-forced logits of all drafts of all blocks; arguments as in ``block_hidden_states``.
 
-    Returns hidden states [rows, num_blocks, block_size, hidden] and ``Slot`` with logits [rows, num_blocks,
-    block_size, draft_vocab] and confidences (before the sigmoid) [rows, num_blocks, block_size].
+    Draft j of a block is the token at anchor + 1 + j, in both label conventions.
+    Returns the hidden states that the head got [rows, num_blocks, num_drafts, hidden], and logits [rows,
+    num_blocks, num_drafts, draft_vocab] with confidences (before the sigmoid) [rows, num_blocks, num_drafts].
     """
     hidden = block_hidden_states(network, features, token_ids, anchors, mask, positions)
-    spec = network.spec
-    previous = previous_ids(token_ids, anchors, spec.block_size, spec.label_shift)
-    return hidden, network.teacher_forced(hidden, previous)
+    hidden = network.drafting(hidden)
+    return hidden, network.teacher_forced(hidden, previous_ids(token_ids, anchors, network.spec.num_drafts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,14 @@ class MixtureOfExperts(nn.Module):
         if shape.num_shared_experts:
             self.shared_mlp = SwiGLU(hidden, inner * shape.num_shared_experts)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
+        """The bias stays in fp32 whatever the network is converted to: rounded, it would choose otherwise."""
+        bias = self.expert_bias.data if self.shape.expert_bias else None
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias.data = bias.to(self.expert_bias.device)
+        return self
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights.
 
@@ -71,15 +80,19 @@ class MixtureOfExperts(nn.Module):
         weights = scores.gather(-1, chosen)
         return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.shape.scaling
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [n, hidden] -> [n, hidden]"""
+    def expert(self, index: int, x: Tensor) -> Tensor:
+        """One expert.  x: [n, hidden] -> [n, hidden]"""
+        inner = F.silu(x @ self.experts_gate_proj[index]) * (x @ self.experts_up_proj[index])
+        return inner @ self.experts_down_proj[index]
+
+    def forward(self, x: Tensor, experts: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+        """x: [n, hidden] -> [n, hidden].  experts: instead of ``expert``."""
         chosen, weights = self.route(x)
+        compute = experts or self.expert
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             token, choice = torch.where(chosen == expert)
-            mine = x[token]
-            inner = F.silu(mine @ self.experts_gate_proj[expert]) * (mine @ self.experts_up_proj[expert])
-            out = (inner @ self.experts_down_proj[expert]).float()
+            out = compute(expert, x[token]).float()
             total = total.index_add(0, token, out * weights[token, choice, None])
         total = total.to(x.dtype)
         return total + self.shared_mlp(x) if self.shape.num_shared_experts else total

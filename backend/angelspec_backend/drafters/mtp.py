@@ -14,8 +14,8 @@ from angelspec_backend.drafters.layers import Attend, DecoderLayer, LayerShape, 
 from angelspec_backend.drafters.moe import MixtureOfExperts
 from angelspec_backend.drafters.spec import DrafterSpec
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import load_decoder_layer, rope_theta, text_config
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import load_decoder_layer, rope_theta, text_config
 
 
 class MTP(ChainNetwork):
@@ -111,12 +111,11 @@ def mtp_from_target(
         num_steps=num_steps,
     )
     network = MTP(spec, target, vocab).float()
-    missing, unexpected = network.midlayer.load_state_dict(weights, strict=False)
-    if missing or unexpected:
-        raise LoadError(
-            f"{path}: layer {layer} is not of Llama's or Qwen3's kind: "
-            f"missing {', '.join(missing) or 'nothing'}, unexpected {', '.join(unexpected) or 'nothing'}"
-        )
+    try:
+        network.midlayer.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise LoadError(f"{path}: layer {layer} is not of Llama's or Qwen3's kind: {reason}") from error
     with torch.no_grad():
         network.eh_proj.weight.copy_(torch.eye(hidden).repeat(1, 2))
         network.final_layernorm.weight.copy_(network.target_norm.weight)

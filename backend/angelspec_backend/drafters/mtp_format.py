@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angelspec_backend.drafters.chain_checks import (
+from angelspec_backend.drafters.chain import ChainNetwork
+from angelspec_backend.drafters.chain_formats import (
     Tensors,
-    expect,
-    fill,
+    agree,
+    build,
+    common_config,
+    common_fields,
     layer_shape,
-    pop_embedding,
     pop_vocab,
-    required,
-    rows,
 )
+from angelspec_backend.drafters.checkpoint_files import Checkpoint
+from angelspec_backend.drafters.format_checks import Sizes, check_plain, need, own_parts
 from angelspec_backend.drafters.moe import MoeShape
 from angelspec_backend.drafters.mtp import MTP
-from angelspec_backend.drafters.spec import DrafterSpec
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.engine.loader import LoadError
 
-NAMINGS = ("training", "layers_n", "qwen3_mtp")
+NAMINGS = ("angelspec", "layers_n", "qwen3_mtp")
 NAMES = (
     # AngelSpec in training, and here; in files of the target's own kind, n its depth; Qwen3-Next, qwen3_mtp
     ("eh_proj.", "model.layers.{n}.eh_proj.", "mtp.fc."),
@@ -41,92 +41,73 @@ EXPERT = re.compile(r"midlayer\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight
 FUSED = "midlayer.mlp.experts_{}_proj"
 
 
-def naming_of(names: Mapping[str, Any] | frozenset[str]) -> tuple[str, int] | None:
+def naming_of(checkpoint: Checkpoint) -> tuple[str, int] | None:
     """Which of NAMINGS a checkpoint uses, and its n (0 where there is none); None if it is no MTP head."""
-    if "eh_proj.weight" in names:
-        return "training", 0
-    if "mtp.fc.weight" in names:
+    if checkpoint.has("eh_proj.weight"):
+        return "angelspec", 0
+    if checkpoint.has("mtp.fc.weight"):
         return "qwen3_mtp", 0
-    layers = [re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in names]
+    layers = [re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in checkpoint.tensors]
     found = sorted(int(match[1]) for match in layers if match)
     if len(found) > 1:
-        raise LoadError(f"MTP heads of several depths are not supported; found layers {found}")
+        raise checkpoint.refuse(
+            "MTP heads", f"in layers {found}", "one; heads of several depths are not supported"
+        )
     return ("layers_n", found[0]) if found else None
 
 
-def load_mtp(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetParts) -> MTP:
-    """An MTP head with the weights of a checkpoint, whatever it calls them.
+def is_mtp(checkpoint: Checkpoint) -> bool:
+    """Whether the tensors have the names of an MTP head."""
+    return naming_of(checkpoint) is not None
+
+
+def load_mtp(checkpoint: Checkpoint, target: TargetParts) -> ChainNetwork:
+    """An MTP head, whatever its tensors are called.
 
     Raises:
         LoadError: names the field or tensor, what it is and what was expected.
     """
-    naming = naming_of(tensors)
-    if naming is None:
-        raise LoadError("no MTP head: eh_proj.weight (or mtp.fc.weight) is missing")
+    naming = naming_of(checkpoint)
+    assert naming is not None  # by is_mtp
     kind, layer = naming
-    expect("layer of the MTP head", layer, target.num_layers if kind == "layers_n" else 0)
-    if kind != "training":  # a training configuration describes the head alone
-        expect("num_hidden_layers", config.get("num_hidden_layers", target.num_layers), target.num_layers)
-    mine = _fuse_experts({_rename(name, kind, layer): tensor for name, tensor in tensors.items()})
-    mine.pop("lm_head.weight", None)  # always the target's
-    vocab, target = pop_vocab(mine, target.vocab_size), pop_embedding(mine, target)
-    shape = layer_shape(mine, config, input_size=1)
-    expect("hidden_size of the weights", shape.hidden, target.hidden_size)
-    if "vocab_size" in config:
-        expect("vocab_size", config["vocab_size"], target.vocab_size)
-    spec = DrafterSpec(
-        "mtp",
-        shape,
-        num_layers=1,
-        vocab_size=target.vocab_size,
-        target_hidden=target.hidden_size,
-        tap_ids=(target.num_layers - 1,),
-        target_num_layers=target.num_layers,
-        draft_vocab_size=0 if vocab is None else len(vocab),
-        max_context=int(config.get("max_position_embeddings") or 0),
-        num_steps=int(config.get("num_steps") or 0),
-        postnorm_input=bool(config.get("mtp_draft_input_postnorm", True)),
-        moe=_moe_shape(mine, config),
+    config = checkpoint.config
+    check_plain(checkpoint, config)
+    if kind == "layers_n":
+        agree(checkpoint, "the layer of the MTP head", layer, target.num_layers, "the target's depth")
+    if kind != "angelspec":  # there the configuration describes the head alone
+        depth = config.get("num_hidden_layers")
+        agree(checkpoint, "num_hidden_layers in config.json", depth, target.num_layers, "as the target")
+    tensors = _fuse_experts(
+        checkpoint, {_rename(name, kind, layer): tensor for name, tensor in checkpoint.tensors.items()}
     )
-    network = MTP(spec, target, vocab)
-    fill(network, mine)
-    return network
+    vocab = pop_vocab(checkpoint, tensors, target.vocab_size)
+    target = own_parts(checkpoint, tensors, target)
+    shape = layer_shape(checkpoint, tensors, config, input_size=1)
+    agree(checkpoint, "vocab_size in config.json", config.get("vocab_size"), target.vocab_size)
+    fields = {
+        "kind": "mtp",
+        "shape": shape,
+        "tap_ids": (target.num_layers - 1,),
+        "postnorm_input": bool(config.get("mtp_draft_input_postnorm", True)),
+        "moe": _moe_shape(checkpoint, tensors),
+        **common_fields(config, target, vocab),
+    }
+    return build(checkpoint, MTP, tensors, target, vocab, fields)
 
 
-def mtp_checkpoint(network: MTP, naming: str = "training") -> tuple[dict[str, Any], Tensors]:
-    """Configuration and tensors of an MTP head, in one of NAMINGS.
-
-    The tensors are the network's own, and not copied.  A draft vocabulary (d2t, t2d), ``num_steps`` and
-    ``tap_ids`` are additions of this project.
-
-    Raises:
-        ValueError: no such naming.
-    """
-    if naming not in NAMINGS:
-        raise ValueError(f"naming is '{naming}', allowed: {', '.join(NAMINGS)}")
-    spec, shape = network.spec, network.spec.shape
-    depth = spec.target_num_layers
+def export_mtp(network: MTP, naming: str) -> tuple[dict[str, Any], Tensors]:
+    """config.json and tensors in one of NAMINGS.  A draft vocabulary (d2t, t2d) is an addition of ours."""
+    spec, depth = network.spec, network.spec.target_num_layers
+    own = naming == "angelspec"
     config: dict[str, Any] = {
-        "architectures": ["MTPDraftModel" if naming == "training" else "MTPForCausalLM"],
-        "model_type": {"training": "mtp", "layers_n": "mtp", "qwen3_mtp": "qwen3_mtp"}[naming],
-        "num_hidden_layers": 1 if naming == "training" else depth,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.rope_theta,
-        "vocab_size": spec.vocab_size,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "max_position_embeddings": spec.max_context,
+        "architectures": ["MTPDraftModel" if own else "MTPForCausalLM"],
+        "model_type": "qwen3_mtp" if naming == "qwen3_mtp" else "mtp",
+        "num_hidden_layers": 1 if own else depth,
+        **common_config(network),
         "num_nextn_predict_layers": 1,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "qk_norm": shape.qk_norm,
+        "qk_norm": spec.shape.qk_norm,
+        "mlp_type": "dense" if spec.moe is None else "moe",
         "mtp_draft_input_postnorm": spec.postnorm_input,
-        "num_steps": spec.num_steps,
-        "tap_ids": list(spec.tap_ids),
     }
     tensors = network.own_tensors()
     if spec.moe is not None:
@@ -137,7 +118,7 @@ def mtp_checkpoint(network: MTP, naming: str = "training") -> tuple[dict[str, An
             "num_shared_experts": spec.moe.num_shared_experts,
             "router_scaling_factor": spec.moe.scaling,
         }
-    if naming != "training":
+    if not own:
         tensors = _split_experts(tensors)
     return config, {_published(name, naming, depth): tensor for name, tensor in tensors.items()}
 
@@ -158,7 +139,7 @@ def _published(name: str, naming: str, layer: int) -> str:
     return name
 
 
-def _fuse_experts(tensors: Tensors) -> Tensors:
+def _fuse_experts(checkpoint: Checkpoint, tensors: Tensors) -> Tensors:
     """Experts one by one, [out, in] each, as one tensor [num_experts, in, out] per projection."""
     kept, experts = {}, dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
@@ -167,7 +148,7 @@ def _fuse_experts(tensors: Tensors) -> Tensors:
         else:
             kept[name] = tensor
     for projection, parts in experts.items():
-        expect(f"experts with {projection}_proj", sorted(parts), list(range(len(parts))))
+        agree(checkpoint, f"experts with {projection}_proj", sorted(parts), list(range(len(parts))))
         kept[FUSED.format(projection)] = torch.stack([parts[index].mT for index in range(len(parts))])
     return kept
 
@@ -180,19 +161,23 @@ def _split_experts(tensors: Tensors) -> Tensors:
     return split
 
 
-def _moe_shape(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> MoeShape | None:
+def _moe_shape(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> MoeShape | None:
     if FUSED.format("gate") not in tensors:
         return None
-    for name in ("moe_router_use_sigmoid", "route_norm"):
-        expect(name, config.get(name, True), True)
-    num_experts, _, intermediate = tensors[FUSED.format("gate")].shape
-    expect("num_experts of the weights", num_experts, config.get("num_experts", num_experts))
-    shared = "midlayer.mlp.shared_mlp.gate_proj.weight"
+    config, size = checkpoint.config, Sizes(checkpoint, tensors)
+    for field in ("moe_router_use_sigmoid", "route_norm"):
+        agree(checkpoint, f"{field} in config.json", config.get(field), True)
+    experts, intermediate = size(FUSED.format("gate"), 0), size(FUSED.format("gate"), 2)
+    agree(checkpoint, "num_experts in config.json", config.get("num_experts"), experts)
+    agree(
+        checkpoint, "moe_intermediate_size in config.json", config.get("moe_intermediate_size"), intermediate
+    )
+    factor = "routed_scaling_factor" if "routed_scaling_factor" in config else "router_scaling_factor"
     return MoeShape(
-        num_experts,
-        int(required(config, "num_experts_per_tok")),
+        experts,
+        int(need(checkpoint, config, "num_experts_per_tok")),
         intermediate,
-        rows(tensors, shared) // intermediate if shared in tensors else 0,
-        float(required(config, "router_scaling_factor", "routed_scaling_factor")),
+        size("midlayer.mlp.shared_mlp.gate_proj.weight", 0, 0) // intermediate,
+        float(need(checkpoint, config, factor)),
         expert_bias="midlayer.mlp.expert_bias" in tensors,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput, split_rows
 
 
@@ -61,9 +62,7 @@ class NgramIndex:
 class NgramDrafter:
     """Looks the suffix of each sequence up in the sequence itself."""
 
-    name = "ngram"
-    keeps_drafts = False
-    shares_blocks = False
+    info = DrafterInfo("ngram", keeps_drafts=False, shares_blocks=False)
 
     def __init__(self, min_n: int, max_n: int, max_num_seqs: int) -> None:
         """min_n, max_n: shortest and longest suffix to look up, in tokens."""
@@ -77,6 +76,7 @@ class NgramDrafter:
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
+        hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """Feed each row's slot, then look up.  Shapes as in ``Drafter.propose``.
 

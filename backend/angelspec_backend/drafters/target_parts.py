@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from angelspec_backend.drafters.tensor_files import TensorFiles, text_config
 from angelspec_backend.engine.loader import LoadError
+from angelspec_backend.engine.tensor_files import TensorFiles, text_config
 
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")

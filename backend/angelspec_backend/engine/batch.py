@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
-
-MIN_TOKENS = 2
-"""Matrix kernels pick another order of summation for a single row, so no batch has just one."""
+from angelspec_backend.engine.graph_shapes import GraphShape, GraphShapes
+from angelspec_backend.engine.linear import padded_rows
+from angelspec_backend.engine.upload import upload
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,31 @@ class PackedBatch:
     context_lens: Tensor  # [num_rows] int32, tokens before the row's first query (its position)
     block_table: Tensor  # [num_rows, max_blocks] int32, padded with 0
     logits_index: Tensor  # [num_logits] int64, where in the batch logits are wanted
+    max_query: int = 0  # tokens of the longest row
+    graph_shape: GraphShape | None = None  # what the batch was padded to, with rows of the null block
+    num_used: int | None = None  # the tokens that are not padding, the first ones; None: all
+
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in the order of the fields."""
+        ends = [self.query_start, self.context_lens, self.block_table, self.logits_index]
+        return [self.token_ids, self.positions, self.slot_mapping, *ends]
+
+    @staticmethod
+    def of(
+        tensors: list[Tensor],
+        max_query: int,
+        graph_shape: GraphShape | None = None,
+        num_used: int | None = None,
+    ) -> PackedBatch:
+        """A batch of tensors in the order of ``tensors``."""
+        ids, positions, slots, starts, context, table, wanted = tensors
+        return PackedBatch(
+            ids, positions, slots, starts, context, table, wanted, max_query, graph_shape, num_used
+        )
+
+    def with_tensors(self, tensors: list[Tensor]) -> PackedBatch:
+        """The same with other tensors, in the order of ``tensors``."""
+        return self.of(tensors, self.max_query, self.graph_shape, self.num_used)
 
 
 def pack(
@@ -41,15 +66,18 @@ def pack(
     block_table: NDArray[np.int32],
     block_size: int,
     device: torch.device | str = "cpu",
+    shapes: GraphShapes | None = None,
 ) -> PackedBatch:
     """Lay a step out as one batch: per row its known tokens, then its draft tokens.
 
-    Logits are wanted at the last known token and at every draft of each sampling row.  A batch of
-    fewer than two tokens is padded with dummies that belong to no row and write to the null block.
+    Logits are wanted at the last known token and at every draft of each sampling row.  The batch is
+    padded to a row count of linear layers with dummies that belong to no row and write to the null block.
+    A step that fits one of ``shapes`` is padded to it, with rows that read and write the null block.
 
     rows: [num_rows] of ROW; token_ids: [sum(num_tokens)]; drafts: per row; block_table: [sum(num_blocks)].
     The arguments must be consistent, see ``check_step``.
     """
+    shape = shapes.fit(rows, drafts.lens) if shapes else None
     known = rows["num_tokens"].astype(np.int64)  # [num_rows]
     lens = known + drafts.lens  # [num_rows]
     query_start = np.concatenate([[0], np.cumsum(lens)])  # [num_rows + 1]
@@ -57,11 +85,11 @@ def pack(
     row_of, offset = ragged(lens)  # [num_tokens] twice: its row, and its index within the row
     known_of = known[row_of]
 
-    padding = max(MIN_TOKENS - num_tokens, 0)
-    ids = np.zeros(num_tokens + padding, np.int64)
+    size = shape.num_tokens if shape else padded_rows(num_tokens)
+    ids = np.zeros(size, np.int64)
     positions = np.zeros_like(ids)
     slots = np.zeros_like(ids)
-    is_draft = np.zeros(num_tokens + padding, bool)
+    is_draft = np.zeros(size, bool)
     is_draft[:num_tokens] = offset >= known_of
     ids[:num_tokens][~is_draft[:num_tokens]] = token_ids
     ids[is_draft] = drafts.token_ids
@@ -71,19 +99,16 @@ def pack(
     block, within = np.divmod(positions[:num_tokens], block_size)
     slots[:num_tokens] = table[row_of, block].astype(np.int64) * block_size + within
     wanted = np.flatnonzero((offset >= known_of - 1) & (rows["sample"][row_of] == 1))
-
-    def to_device(array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return PackedBatch(
-        token_ids=to_device(ids),
-        positions=to_device(positions),
-        slot_mapping=to_device(slots),
-        query_start=to_device(query_start.astype(np.int32)),
-        context_lens=to_device(rows["num_computed"].astype(np.int32)),
-        block_table=to_device(table),
-        logits_index=to_device(wanted),
-    )
+    context = rows["num_computed"].astype(np.int32)
+    if shape:
+        missing = shape.num_rows - len(rows)
+        query_start = np.arange(shape.num_rows + 1) * shape.tokens_per_row
+        context = np.pad(context, (0, missing))
+        table = np.pad(table, ((0, missing), (0, shape.max_blocks - table.shape[1])))
+        wanted = np.arange(size)
+    starts = query_start.astype(np.int32)
+    on_device = upload([ids, positions, slots, starts, context, table, wanted], device)
+    return PackedBatch.of(on_device, int(lens.max(initial=0)), shape, num_tokens)
 
 
 def ragged(lens: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -104,7 +129,13 @@ def pad_block_table(block_table: NDArray[np.int32], num_blocks: NDArray[np.int32
 
 
 def check_step(
-    step: StepInput, drafts: DraftOutput, num_blocks: int, block_size: int, vocab_size: int, max_context: int
+    step: StepInput,
+    drafts: DraftOutput,
+    num_blocks: int,
+    block_size: int,
+    vocab_size: int,
+    max_context: int,
+    num_layers: int,
 ) -> None:
     """Refuse a step whose arrays contradict each other or point outside the model or the KV pool.
 
@@ -122,6 +153,7 @@ def check_step(
     _check_sum("block_table", step.block_table, "num_blocks", rows["num_blocks"])
     _check_range("token_ids", step.token_ids, 0, vocab_size - 1)
     _check_range("block_table", step.block_table, 1, num_blocks - 1)
+    _check_taps(step, num_layers)
 
     if drafts.lens.shape != rows.shape:
         raise ValueError(f"draft lens: expected one per row ({len(rows)}), got shape {drafts.lens.shape}")
@@ -138,6 +170,18 @@ def check_step(
             f"row {row} reaches position {end[row] - 1}, but its {rows['num_blocks'][row]} blocks of "
             f"{block_size} and the context of {max_context} allow at most {room[row] - 1}"
         )
+
+
+def _check_taps(step: StepInput, num_layers: int) -> None:
+    lens = step.rows["num_taps"]
+    if len(step.tap_ids) == 0 and not lens.any():
+        return
+    _check_range("num_taps", lens, 0, num_layers)
+    _check_sum("tap_ids", step.tap_ids, "num_taps", lens)
+    _check_range("tap_ids", step.tap_ids, 0, num_layers - 1)
+    row_of, index = ragged(lens)
+    for entry in np.flatnonzero((np.diff(step.tap_ids, prepend=-1) <= 0) & (index > 0))[:1]:
+        raise ValueError(f"tap_ids: those of row {row_of[entry]} are not ascending")
 
 
 def _check_range(name: str, values: NDArray, low: int, high: int) -> None:

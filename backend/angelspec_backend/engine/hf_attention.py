@@ -18,12 +18,9 @@ from transformers import AttentionInterface
 from angelspec_backend.engine.attention import paged_attention
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
+from angelspec_backend.engine.loader import UnsupportedAttention
 
 ATTENTION_NAME = "angelspec"
-
-
-class UnsupportedAttention(ValueError):
-    """The model asks for attention that this engine does not compute."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,7 @@ class Paged:
     batch: PackedBatch
     pool: KVPool
     layer_of: Mapping[nn.Module, int]
+    batch_invariant: bool = True  # on a GPU: whether a faster attention that is not may be taken
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer = self.layer_of[call.module]
@@ -117,6 +115,7 @@ class Paged:
             sliding_window=call.sliding_window,
             softcap=call.softcap,
             sinks=call.sinks,
+            batch_invariant=self.batch_invariant,
         )
 
 

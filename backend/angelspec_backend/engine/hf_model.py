@@ -16,19 +16,25 @@ from angelspec_backend.engine.hf_attention import (
     Attend,
     Paged,
     Recorder,
-    UnsupportedAttention,
     decoder_layers,
 )
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
+from angelspec_backend.engine.loader import UnsupportedAttention
 from angelspec_backend.engine.packing import pack_weights
-from angelspec_backend.engine.row_independent import RowIndependent
+from angelspec_backend.engine.row_independent import row_independent
 
 
 class HuggingFaceModel:
-    """Runs transformers' own modules, with the engine's attention and, on the CPU, packed weights."""
+    """Runs transformers' own modules, with the engine's attention and, where rows must not depend on each
+    other, packed weights."""
 
-    def __init__(self, model: PreTrainedModel, quantization: str = "none") -> None:
-        """Take over a loaded model; its weights are repacked in place.  quantization: see PackedLinear.
+    def __init__(
+        self, model: PreTrainedModel, quantization: str = "none", batch_invariant: bool = True
+    ) -> None:
+        """Take over a loaded model; its weights are repacked in place.
+
+        quantization: see PackedLinear.  batch_invariant: on a GPU, False leaves its weights and products to
+        torch; on the CPU packed weights are faster anyway.
 
         Raises:
             UnsupportedAttention: it does not call the engine's attention once per layer as it should.
@@ -36,13 +42,16 @@ class HuggingFaceModel:
         self.model = model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION_NAME)
         recorder = Recorder()
+        on_cpu = model.device.type == "cpu"
+        self._batch_invariant = batch_invariant or on_cpu
+        self._mode = row_independent(model.device, self._batch_invariant)
 
         def trial() -> None:
             recorder.calls.clear()
             tokens = torch.zeros(2, dtype=torch.int64, device=model.device)
             self._forward(tokens, torch.arange(2, device=model.device), tokens[:1], recorder)
 
-        if model.device.type == "cpu":
+        if self._batch_invariant:
             pack_weights(self.model, trial, quantization)
         trial()
         self._check_calls(recorder)
@@ -71,7 +80,7 @@ class HuggingFaceModel:
                 if not 0 <= tap < len(self._specs):
                     raise ValueError(f"tap {tap}: this model has layers 0 to {len(self._specs) - 1}")
                 hooks.enter_context(self._decoder_layers[tap].register_forward_hook(_keep(states, tap)))
-            attend = Paged(batch, pool, self._layer_of)
+            attend = Paged(batch, pool, self._layer_of, self._batch_invariant)
             logits = self._forward(batch.token_ids, batch.positions, batch.logits_index, attend)
         return logits, [states[tap] for tap in taps]
 
@@ -79,7 +88,7 @@ class HuggingFaceModel:
     def _forward(self, token_ids: Tensor, positions: Tensor, logits_index: Tensor, attend: Attend) -> Tensor:
         # Prompt chunks alone want no logits; the head gets one row all the same, since it may not take none.
         keep = logits_index if len(logits_index) else positions.new_zeros(1)
-        with RowIndependent() if token_ids.device.type == "cpu" else contextlib.nullcontext():
+        with self._mode():
             output = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],

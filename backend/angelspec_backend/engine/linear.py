@@ -7,6 +7,7 @@ of row counts, and is up to twice as fast as ``F.linear``; the range is checked,
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 from collections.abc import Callable
@@ -22,50 +23,18 @@ _log = logging.getLogger(__name__)
 ROW_RANGES = ((2, 512), (2, 256), (2, 128), (2, 64), (2, 32), (16, 16))
 """Row counts (lowest, highest) that one kernel call may get, best first; the last is one fixed shape."""
 
-_CHECKED = (
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    12,
-    15,
-    16,
-    17,
-    24,
-    31,
-    32,
-    33,
-    47,
-    48,
-    49,
-    63,
-    64,
-    65,
-    80,
-    96,
-    97,
-    112,
-    127,
-    129,
-    160,
-    192,
-    200,
-    255,
-    257,
-    320,
-    384,
-    511,
-)
+ROW_COUNTS = (2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
+"""Row counts that kernels are called with; others are padded.  For every count it meets oneDNN takes
+milliseconds to make code and buffers, about 0.5 MB a shape, and keeps them.  One row alone is none of
+them: kernels pick another order of summation for it."""
 
 
 class PackedLinear(nn.Module):
-    """``F.linear`` with row-independent results on the CPU; elsewhere ``F.linear`` itself.
+    """``F.linear`` with row-independent results.
 
     weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
-    the weight is kept.  quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
+    the weight is kept; elsewhere ``F.linear`` is called, which ``FixedOrder`` replaces on a GPU.
+    quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none") -> None:
@@ -88,8 +57,10 @@ class PackedLinear(nn.Module):
         low, high = self.row_range
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        if low <= x.shape[0] <= high:
-            return self._matmul(x.contiguous())
+        if not len(x):
+            return x.new_empty(0, self.out_features)
+        if low <= len(x) <= high:
+            return _padded(self._matmul, x.contiguous(), high)
         return _in_chunks(self._matmul, x, low, high)
 
     def extra_repr(self) -> str:
@@ -149,8 +120,8 @@ def _rows_agree(matmul: Callable[[Tensor], Tensor], x: Tensor, low: int) -> bool
     whole = matmul(x)
     if low == len(x):  # one fixed shape: only the place of a row varies
         return torch.equal(matmul(x.roll(1, 0)).roll(-1, 0), whole)
-    for count in (count for count in _CHECKED if low <= count < len(x)):
-        start = len(x) - count if count % 2 else 0
+    for index, count in enumerate(count for count in ROW_COUNTS if low <= count < len(x)):
+        start = len(x) - count if index % 2 else 0
         if not torch.equal(matmul(x[start : start + count].contiguous()), whole[start : start + count]):
             return False
     return True
@@ -177,8 +148,18 @@ def _packed_matmul(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
 def _in_chunks(matmul: Callable[[Tensor], Tensor], rows: Tensor, low: int, high: int) -> Tensor:
     """matmul in calls of low to high rows.  rows: [n, in_features]; missing rows are padded with zeros."""
     n = rows.shape[0]
-    if n == 0:
-        return matmul(rows.new_zeros(low, rows.shape[1]))[:0]
     padded = -(-n // high) * high if low == high else max(n, low)
     chunks = F.pad(rows, (0, 0, 0, padded - n)).tensor_split(-(-padded // high))  # as equal as can be
-    return torch.cat([matmul(chunk) for chunk in chunks])[:n]
+    return torch.cat([_padded(matmul, chunk, high) for chunk in chunks])[:n]
+
+
+def padded_rows(n: int) -> int:
+    """The row count that n rows are padded to."""
+    index = bisect.bisect_left(ROW_COUNTS, n)
+    return ROW_COUNTS[index] if index < len(ROW_COUNTS) else n
+
+
+def _padded(matmul: Callable[[Tensor], Tensor], x: Tensor, high: int) -> Tensor:
+    """matmul in a call of one of ROW_COUNTS, at most high, or as many rows as x has."""
+    padding = min(padded_rows(len(x)), high) - len(x)
+    return matmul(F.pad(x, (0, 0, 0, padding)))[: len(x)] if padding > 0 else matmul(x)

@@ -7,7 +7,6 @@ close to theirs as the order of summation allows.  CPU only; see ``supports``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from angelspec_backend.engine import native
 from angelspec_backend.engine.attention import attention_args
 from angelspec_backend.engine.batch import PackedBatch
+from angelspec_backend.engine.checkpoint import Checkpoint, Take
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
-from angelspec_backend.engine.linear import PackedLinear, fuse
+from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.loader import LoadError
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Types of one formula.  Each has a parity test; a type is added here together with its test."""
@@ -35,6 +36,28 @@ def supports(config: Any, dtype: torch.dtype = torch.bfloat16, device: str | tor
         and config.rope_parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
         and native.supports(dtype, torch.device(device), _head_dim(config))
     )
+
+
+def can_build(checkpoint: Checkpoint) -> bool:
+    """Whether FusedLlama supports this checkpoint and finds all of its weights in it."""
+    config = checkpoint.config
+    if not supports(config, checkpoint.dtype, checkpoint.device):
+        return False
+    needed = {"model.embed_tokens", "model.norm"} | (set() if config.tie_word_embeddings else {"lm_head"})
+    for index in range(config.num_hidden_layers):
+        parts = (*_NORMS, *(name for row in _LINEARS for name in row))
+        needed |= {f"model.layers.{index}.{part}" for part in parts}
+    return {f"{name}.weight" for name in needed} <= checkpoint.names
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LINEARS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""Linear layers that are fused into one, in rows."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +78,31 @@ class _Layer:
 class FusedLlama:
     """A llama-like causal LM over packed batches and a KV pool, with packed and fused weights."""
 
-    def __init__(self, model: PreTrainedModel, max_context: int = 0, quantization: str = "none") -> None:
-        """Take the weights out of a loaded model, which is of no further use.
+    def __init__(self, checkpoint: Checkpoint, max_context: int = 0, quantization: str = "none") -> None:
+        """Take the weights out of a checkpoint.
 
         max_context: positions to prepare rotary embeddings for; 0: what the model supports.
         quantization: of the linear layers, see PackedLinear.
+
+        Raises:
+            LoadError: a weight is missing.
         """
-        config = model.config
+        config, take = checkpoint.config, checkpoint.take
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = _head_dim(config)
         self.eps = config.rms_norm_eps
-        self.scale = model.model.layers[0].self_attn.scaling
-        self.dtype = model.dtype
-        self.embedding = model.model.embed_tokens.weight.detach()  # [vocab_size, hidden]
-        self.cos_sin = _cos_sin(model, max_context or config.max_position_embeddings)
-        self.layers = [_take_layer(layer, config, quantization) for layer in model.model.layers]
-        self.norm = model.model.norm.weight.detach()
-        self.head = fuse(model.lm_head, quantization=quantization)
+        self.scale = self.head_dim**-0.5
+        self.dtype = checkpoint.dtype
+        self.embedding = _need(take, "model.embed_tokens.weight")  # [vocab_size, hidden]
+        self.cos_sin = _cos_sin(config, max_context or config.max_position_embeddings).to(self.dtype)
+        self.layers = [
+            _take_layer(take, index, config, quantization) for index in range(config.num_hidden_layers)
+        ]
+        self.norm = _need(take, "model.norm.weight").clone()
+        head = None if config.tie_word_embeddings else take("lm_head.weight")
+        self.head = PackedLinear(self.embedding if head is None else head, take("lm_head.bias"), quantization)
+        fresh = take("model.embed_tokens.weight")  # of files: a view of which nothing is in memory yet
+        self.embedding = self.embedding if fresh is None else fresh
 
     def layer_specs(self) -> list[LayerSpec]:
         """What each layer caches per token."""
@@ -159,37 +190,63 @@ class _Step:
         return layer.down(native.silu_and_mul(layer.gate_up(self.normed), self.activated))
 
 
-def _take_layer(layer: Any, config: Any, quantization: str) -> _Layer:
-    """Move the weights out of one Hugging Face decoder layer."""
-    attention, mlp = layer.self_attn, layer.mlp
-    window = (
-        config.sliding_window
-        if config.model_type == "mistral"
-        else getattr(attention, "sliding_window", None)
-    )
-    pack = functools.partial(fuse, quantization=quantization)
-    has_norms = hasattr(attention, "q_norm")
+def _take_layer(take: Take, index: int, config: Any, quantization: str) -> _Layer:
+    """The weights of one decoder layer, packed and fused."""
+    prefix = f"model.layers.{index}."
+
+    def norm(name: str) -> Tensor | None:
+        weight = take(f"{prefix}{name}.weight")
+        return None if weight is None else weight.clone()  # a view would keep its file in memory
+
+    def packed(*names: str) -> PackedLinear:
+        weights = [_need(take, f"{prefix}{name}.weight") for name in names]
+        biases = [take(f"{prefix}{name}.bias") for name in names]
+        bias = None
+        if any(each is not None for each in biases):
+            pairs = zip(weights, biases, strict=True)
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+        return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, quantization)
+
+    sliding = config.model_type == "mistral" or _layer_type(config, index) == "sliding_attention"
+    qkv, attention_out, gate_up, down = (packed(*row) for row in _LINEARS)
+    input_norm, post_norm = (_need(norm, name) for name in _NORMS)
     return _Layer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        qkv=pack(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=attention.q_norm.weight.detach() if has_norms else None,
-        key_norm=attention.k_norm.weight.detach() if has_norms else None,
-        attention_out=pack(attention.o_proj),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=pack(mlp.gate_proj, mlp.up_proj),
-        down=pack(mlp.down_proj),
-        sliding_window=window or 0,
+        input_norm=input_norm,
+        qkv=qkv,
+        query_norm=norm("self_attn.q_norm"),
+        key_norm=norm("self_attn.k_norm"),
+        attention_out=attention_out,
+        post_norm=post_norm,
+        gate_up=gate_up,
+        down=down,
+        sliding_window=(config.sliding_window or 0) if sliding else 0,
     )
 
 
-def _cos_sin(model: PreTrainedModel, num_positions: int) -> Tensor:
-    """Per position the cosines of one half, then the sines, in model dtype.  [num_positions, rotary_dim]"""
-    positions = torch.arange(num_positions)[None]
-    cos, sin = model.model.rotary_emb(
-        model.model.embed_tokens.weight[:1], positions
-    )  # [1, num_positions, rotary_dim]
-    half = cos.shape[-1] // 2  # both halves are the same
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()
+def _need(take: Take, name: str) -> Tensor:
+    weight = take(name)
+    if weight is None:
+        raise LoadError(f"the checkpoint lacks the weight {name}; download it again or use a complete one")
+    return weight
+
+
+def _layer_type(config: Any, index: int) -> str:
+    types = getattr(config, "layer_types", None)
+    return types[index] if types else "full_attention"
+
+
+def _cos_sin(config: Any, num_positions: int) -> Tensor:
+    """Per position the cosines of one half, then the sines.  [num_positions, rotary_dim]"""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        dim = int(_head_dim(config) * (rope.get("partial_rotary_factor") or 1.0))
+        inverse = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+        factor = 1.0
+    else:
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    angles = torch.arange(num_positions).float()[:, None] * inverse.float()  # [num_positions, rotary_dim / 2]
+    return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).contiguous()
 
 
 def _head_dim(config: Any) -> int:

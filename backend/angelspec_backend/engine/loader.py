@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from angelspec_backend.engine.hf_attention import ATTENTION_NAME
+if TYPE_CHECKING:  # its import takes seconds, which a fused network does not need
+    from transformers import PreTrainedModel
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -19,24 +20,31 @@ class LoadError(RuntimeError):
     """A model cannot be served; the message says what is wrong and what would help.  For the server's log."""
 
 
+class UnsupportedAttention(ValueError):
+    """The model asks for attention that this engine does not compute."""
+
+
 def load_model(path: str, dtype: torch.dtype, device: str, max_context: int = 0) -> PreTrainedModel:
     """Load the weights of ``path``, a local folder or a Hugging Face id.
 
     Raises:
         LoadError: the files are missing or incomplete, or the architecture is unsupported.
     """
-    _check_folder(path, "config.json", *WEIGHTS)
-    config = _load(path, AutoConfig.from_pretrained)
-    check_config(config, max_context)
-    if getattr(config, "quantization_config", None) is not None:
-        raise LoadError(f"{path}: quantized checkpoints are not supported; use one with plain weights")
+    from transformers import AutoModelForCausalLM
+
+    from angelspec_backend.engine.hf_attention import ATTENTION_NAME
+
+    config = load_config(path, max_context)
+    # transformers refuses a foreign attention name for some classes; check_model says it better.
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    supported = getattr(model_class, "_supports_attention_backend", False) is True
     model, info = _load(
         path,
         AutoModelForCausalLM.from_pretrained,
         config=config,
         dtype=dtype,
         output_loading_info=True,
-        **_attention_if_supported(config),
+        **({"attn_implementation": ATTENTION_NAME} if supported else {}),
     )
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"])[:3])
@@ -45,6 +53,31 @@ def load_model(path: str, dtype: torch.dtype, device: str, max_context: int = 0)
             f"({names}, ...); they would be random. Download it again or use a complete checkpoint"
         )
     return model.to(device)
+
+
+def load_config(path: str, max_context: int = 0) -> Any:
+    """The configuration of ``path``, a local folder with weights or a Hugging Face id.
+
+    Raises:
+        LoadError: files are missing or broken, or the model would be served wrongly.
+    """
+    _check_folder(path, "config.json", *WEIGHTS)
+    config = _load(path, AutoConfig.from_pretrained)
+    check_config(config, max_context)
+    if getattr(config, "quantization_config", None) is not None:
+        raise LoadError(f"{path}: quantized checkpoints are not supported; use one with plain weights")
+    return config
+
+
+def load_generation_config(path: str) -> Any:
+    """The generation config of ``path``, None if it has none."""
+    from transformers.generation.configuration_utils import GenerationConfig
+
+    folder = Path(path).expanduser()
+    try:
+        return GenerationConfig.from_pretrained(str(folder) if folder.is_dir() else path)
+    except OSError:
+        return None
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -103,11 +136,11 @@ def model_max_context(config: Any) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
 
 
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Every token id that ends a text, from the generation config and the model config."""
+def eos_token_ids(generation_config: Any, config: Any) -> tuple[int, ...]:
+    """Every token id that ends a text.  generation_config: None if there is none."""
     found: list[int] = []
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
+    for each in (generation_config, config, config.get_text_config()):
+        ids = getattr(each, "eos_token_id", None)
         found += ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(int(token) for token in found))
 
@@ -116,13 +149,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The rope settings: one dictionary, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [part for part in rope.values() if isinstance(part, dict)] or [rope]
-
-
-def _attention_if_supported(config: Any) -> dict[str, str]:
-    """transformers refuses a foreign attention name for some classes; ``check_model`` says it better."""
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    supported = getattr(model_class, "_supports_attention_backend", False) is True
-    return {"attn_implementation": ATTENTION_NAME} if supported else {}
 
 
 def _check_folder(path: str, *wanted: str) -> None:

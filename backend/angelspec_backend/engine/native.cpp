@@ -69,7 +69,7 @@ template <class T>
 static void silu_and_mul_part(const T* gate_up, T* out, long inter, long begin, long end) {
     for (long i = begin; i < end; i += LANES) {
         f32v gate = load(gate_up + i, end - i), up = load(gate_up + inter + i, end - i);
-        f32v silu = round_to<T>(gate / (splat(1.0f) + exp(-gate)));
+        f32v silu = round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate)));
         store(out + i, silu * up, end - i);
     }
 }
@@ -111,7 +111,11 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
 extern "C" {
 
 void angelspec_paged_attention(const AttentionArgs* args, int dtype) {
-    dtype ? attend<bf16>(*args) : attend<float>(*args);
+    if (!dtype) return attend<float, FmaTile<float>>(*args);
+#if defined(__AMX_BF16__)
+    if (amx_allowed()) return attend<bf16, AmxTile>(*args);
+#endif
+    attend<bf16, FmaTile<bf16>>(*args);
 }
 
 // x, out: [rows, n]; residual: [rows, n] or null, becomes residual + x; weight: [n]

@@ -9,12 +9,10 @@
 
 #include <cstdlib>
 
-#include "native_tile.h"
+#include "native_amx.h"
+#include "native_fma.h"
 
-constexpr int SEGMENT = 512;     // positions in one independent reduction
-constexpr int MAX_DIM = 256;     // of a head
-constexpr int MAX_QUERIES = 32;  // (token, head) pairs that share the unpacked keys and values
-constexpr int STRIPE = 4;        // queries computed together in registers
+constexpr int SEGMENT = 512;  // positions in one independent reduction
 
 struct AttentionArgs {  // mirrored by native.AttentionArgs
     const void *query, *key_cache, *value_cache;
@@ -34,17 +32,15 @@ struct Task {
     float* state;  // of the partial result, null when it is finished right away
 };
 
-struct Scratch {
-    alignas(64) float keys[MAX_DIM * TILE];      // [key_dim][TILE], transposed
-    alignas(64) float values[TILE * MAX_DIM];    // [TILE][width]
-    alignas(64) float query[MAX_QUERIES * MAX_DIM];  // [count][key_dim]
-    alignas(64) float scores[MAX_QUERIES * TILE];
-    alignas(64) float part[MAX_QUERIES * (MAX_DIM + LANES + 1)];
-    alignas(64) float whole[MAX_QUERIES * (MAX_DIM + LANES + 1)];
-};
-
-template <class T>
+// Tile is how one tile of positions is computed: FmaTile or AmxTile.
+template <class T, class Tile>
 struct Attention {
+    struct Scratch {
+        Tile tile;
+        alignas(64) float part[MAX_QUERIES * (MAX_DIM + LANES + 1)];
+        alignas(64) float whole[MAX_QUERIES * (MAX_DIM + LANES + 1)];
+    };
+
     const AttentionArgs& args;
     const int group, width;  // query heads per kv head; value_dim as it lies in scratch
 
@@ -58,12 +54,10 @@ struct Attention {
         return args.sliding_window && position >= args.sliding_window ? position - args.sliding_window + 1 : 0;
     }
 
-    void load_query(const Task& t, float* query) const {
+    void load_query(const Task& t, Tile& tile) const {
         for (int i = 0; i < t.count; i++) {
             const T* from = (const T*)args.query + token(t, i) * args.query_stride;
-            from += (long)head(t, i) * args.key_dim;
-            for (int d = 0; d < args.key_dim; d += LANES)
-                store(query + i * args.key_dim + d, load(from + d, args.key_dim - d), args.key_dim - d);
+            tile.load_query(i, from + (long)head(t, i) * args.key_dim, args.key_dim);
         }
     }
 
@@ -78,53 +72,59 @@ struct Attention {
         for (int j = count; j % LANES; j++) index[j] = index[count - 1];
     }
 
-    template <int N>
-    void stripe(const Task& t, int i, int begin, int count, Scratch& s, const State& state) const {
-        int groups = (count + LANES - 1) / LANES;
-        float *scores = s.scores + i * TILE, decay[N];
-        multiply_keys<N>(s.query + i * args.key_dim, s.keys, args.key_dim, groups, scores);
-        for (int q = 0; q < N; q++) {
-            int at = position(t, i + q) - begin, low = oldest(at + begin) - begin;
-            int high = at < count ? at + 1 : count;
-            if (low < high && high > 0) {
-                decay[q] = softmax_tile(scores + q * TILE, low, high, groups, args.scale, args.softcap,
-                                        state.best + i + q, state.total + (i + q) * LANES);
-            } else {
-                decay[q] = 1;
-                memset(scores + q * TILE, 0, TILE * sizeof(float));
-            }
+    // Ask for the keys and values of a tile: its blocks lie anywhere, so the CPU cannot guess them.
+    void prefetch(const Task& t, int begin, int count) const {
+        const int32_t* table = args.block_table + (long)t.row * args.max_blocks;
+        auto touch = [](const void* cache, long row, int rows, int dim) {
+            const char* from = (const char*)cache + row * dim * sizeof(T);
+            for (long i = 0; i < (long)(rows * dim * sizeof(T)); i += 64) __builtin_prefetch(from + i);
+        };
+        for (int at = begin, rows; at < begin + count; at += rows) {
+            const int offset = at % args.block_size, left = args.block_size - offset;
+            rows = left < begin + count - at ? left : begin + count - at;
+            long row = ((long)table[at / args.block_size] * args.num_kv_heads + t.kv_head) * args.block_size + offset;
+            touch(args.key_cache, row, rows, args.key_dim);
+            touch(args.value_cache, row, rows, args.value_dim);
         }
-        add_values<N>(scores, s.values, decay, count, width, state.acc + i * width);
     }
 
-    void tile(const Task& t, int begin, int count, Scratch& s, const State& state) const {
+    void tile(const Task& t, int begin, int count, Tile& tile, const State& state) const {
         int64_t index[TILE];
         locate(t, begin, count, index);
-        unpack_keys((const T*)args.key_cache, index, (count + LANES - 1) / LANES, args.key_dim, s.keys);
-        unpack_values((const T*)args.value_cache, index, count, args.value_dim, width, s.values);
-        int i = 0;
-        for (; i + STRIPE <= t.count; i += STRIPE) stripe<STRIPE>(t, i, begin, count, s, state);
-        if (t.count - i == 3) stripe<3>(t, i, begin, count, s, state);
-        if (t.count - i == 2) stripe<2>(t, i, begin, count, s, state);
-        if (t.count - i == 1) stripe<1>(t, i, begin, count, s, state);
+        tile.unpack((const T*)args.key_cache, (const T*)args.value_cache, index, count, args.key_dim,
+                    args.value_dim, width);
+        Visible visible[Tile::STRIPE];  // of each query, as offsets within the tile
+        for (int i = 0, n; i < t.count; i += n) {
+            n = t.count - i < Tile::STRIPE ? t.count - i : Tile::STRIPE;
+            bool any = false;
+            for (int q = 0; q < n; q++) {
+                int at = position(t, i + q);
+                visible[q] = {oldest(at) - begin, at - begin < count ? at - begin + 1 : count};
+                any |= !visible[q].none();
+            }
+            if (any) tile.stripe(i, n, visible, count, args.key_dim, width, args.scale, args.softcap, state);
+        }
     }
 
-    void segment(const Task& t, int begin, int end, Scratch& s, const State& state) const {
+    void segment(const Task& t, int begin, int end, Tile& tile, const State& state) const {
         state.clear(t.count, width);
         int last = position(t, t.count - 1) + 1;
         if (end > last) end = last;
         int first = oldest(position(t, 0)) / TILE * TILE;  // earlier tiles lie outside every window
-        for (int at = begin > first ? begin : first; at < end; at += TILE)
-            tile(t, at, end - at < TILE ? end - at : TILE, s, state);
+        for (int at = begin > first ? begin : first; at < end; at += TILE) {
+            auto count = [&](int from) { return end - from < TILE ? end - from : TILE; };
+            prefetch(t, at + TILE, count(at + TILE));
+            this->tile(t, at, count(at), tile, state);
+        }
     }
 
     void finish(const Task& t, const State& state) const {
         for (int i = 0; i < t.count; i++) {
             float total = sum_lanes(load(state.total + i * LANES)), keep = 1;
             if (args.sinks) {  // one more logit, whose value is zero
-                float sink = args.sinks[head(t, i)], top = state.best[i] > sink ? state.best[i] : sink;
-                keep = exp(splat(state.best[i] - top))[0];
-                total = total * keep + exp(splat(sink - top))[0];
+                float sink = args.sinks[head(t, i)] * LOG2E, top = state.best[i] > sink ? state.best[i] : sink;
+                keep = exp2(splat(state.best[i] - top))[0];
+                total = total * keep + exp2(splat(sink - top))[0];
             }
             T* to = (T*)args.out + (token(t, i) * args.num_heads + head(t, i)) * args.value_dim;
             for (int d = 0; d < args.value_dim; d += LANES)
@@ -133,12 +133,12 @@ struct Attention {
     }
 
     void run(const Task& t, Scratch& s) const {
-        load_query(t, s.query);
-        if (t.state) return segment(t, t.begin, t.end, s, State(t.state, t.count));
+        load_query(t, s.tile);
+        if (t.state) return segment(t, t.begin, t.end, s.tile, State(t.state, t.count));
         State part(s.part, t.count), whole(s.whole, t.count);
-        segment(t, t.begin, t.begin + SEGMENT, s, whole);
+        segment(t, t.begin, t.begin + SEGMENT, s.tile, whole);
         for (int at = t.begin + SEGMENT; at < t.end; at += SEGMENT) {
-            segment(t, at, at + SEGMENT, s, part);
+            segment(t, at, at + SEGMENT, s.tile, part);
             whole.merge(part, t.count, width);
         }
         finish(t, whole);
@@ -146,8 +146,8 @@ struct Attention {
 };
 
 // The whole tasks of a batch, [return value] of them; the caller frees *tasks.
-template <class T>
-static int plan(const Attention<T>& op, Task** tasks) {
+template <class Op>
+static int plan(const Op& op, Task** tasks) {
     const AttentionArgs& a = op.args;
     int total = 0, n = 0;
     auto pairs = [&](int row) { return (a.query_start[row + 1] - a.query_start[row]) * op.group; };
@@ -169,8 +169,8 @@ static int plan(const Attention<T>& op, Task** tasks) {
 static int segments(const Task& t) { return (t.end - t.begin + SEGMENT - 1) / SEGMENT; }
 
 // Few long contexts on many threads: every segment is a task of its own, then the partial results are merged.
-template <class T>
-static void attend_split(const Attention<T>& op, Task* tasks, int n, int num_threads) {
+template <class Op>
+static void attend_split(const Op& op, Task* tasks, int n, int num_threads) {
     long parts = 0, floats = 0;
     for (int i = 0; i < n; i++) {
         parts += segments(tasks[i]);
@@ -192,7 +192,7 @@ static void attend_split(const Attention<T>& op, Task* tasks, int n, int num_thr
     }
 #pragma omp parallel num_threads(num_threads)
     {
-        Scratch scratch;
+        typename Op::Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
         for (long i = 0; i < parts; i++) op.run(pieces[i], scratch);
 #pragma omp for schedule(dynamic, 1)
@@ -208,9 +208,10 @@ static void attend_split(const Attention<T>& op, Task* tasks, int n, int num_thr
     free(pieces);
 }
 
-template <class T>
+template <class T, class Tile>
 static void attend(const AttentionArgs& args) {
-    Attention<T> op(args);
+    using Op = Attention<T, Tile>;
+    Op op(args);
     Task* tasks;
     int n = plan(op, &tasks), longest = 0;
     double work = 0;  // in unpacked positions
@@ -224,12 +225,12 @@ static void attend(const AttentionArgs& args) {
     } else if (num_threads > 1) {
 #pragma omp parallel num_threads(num_threads)
         {
-            Scratch scratch;
+            typename Op::Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
             for (int i = 0; i < n; i++) op.run(tasks[i], scratch);
         }
     } else {
-        Scratch scratch;
+        typename Op::Scratch scratch;
         for (int i = 0; i < n; i++) op.run(tasks[i], scratch);
     }
     free(tasks);

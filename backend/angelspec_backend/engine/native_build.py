@@ -9,7 +9,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("native.cpp", "native_attention.h", "native_int8.h", "native_tile.h", "native_simd.h")
+SOURCES = (
+    "native.cpp",
+    "native_attention.h",
+    "native_amx.h",
+    "native_fma.h",
+    "native_int8.h",
+    "native_tile.h",
+    "native_simd.h",
+)
 # No contraction: whether a*b+c is fused must not depend on how the compiler unrolled a loop.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fPIC", "-fopenmp")
 

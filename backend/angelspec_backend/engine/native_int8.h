@@ -6,9 +6,8 @@
 #pragma once
 
 #include <cstdlib>
-#include <unistd.h>
 
-#include "native_simd.h"
+#include "native_amx.h"
 
 enum Int8Kernel { INT8_NONE, INT8_AVX512, INT8_AMX };  // mirrored by native.INT8_KERNELS
 
@@ -27,8 +26,7 @@ struct Int8Args {         // mirrored by native.Int8Args
 
 constexpr int STEP = 32;          // inputs in one step of the sum
 constexpr int OUTPUTS = 32;       // outputs computed together: two tiles of 16
-constexpr int TILE_ROWS = 16;     // of an AMX tile
-constexpr int ROWS = 2 * TILE_ROWS;  // rows that share one pass over the widened weights
+constexpr int ROWS = 32;          // rows that share one pass over the widened weights
 constexpr long PANEL = STEP * OUTPUTS;  // weights in one step of a block of outputs
 constexpr int RING = 4;           // widened steps kept when no later rows need them
 
@@ -174,22 +172,6 @@ struct Int8Block {
 #endif
 };
 
-#if defined(__AMX_BF16__)
-// Tiles for `count` rows: 0-3 sums, 4-5 rows, 6-7 weights; the second tile of rows may be shorter.
-static void configure_tiles(long count) {
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
-    long first = count < TILE_ROWS ? count : TILE_ROWS, second = count - first;
-    const long rows[8] = {first, first, second, second, first, second, 16, 16};
-    for (int i = 0; i < 8; i++)
-        if (rows[i]) config.rows[i] = rows[i], config.bytes[i] = 64;
-    _tile_loadconfig(&config);
-}
-#endif
-
 static void int8_block(const Int8Args& a, long block, bf16* panel, long ring, long* configured) {
     Int8Sums buffers[2];
     Int8Block op{a, a.weight + block * (a.in_features / STEP) * PANEL, panel, ring, block * OUTPUTS};
@@ -199,7 +181,12 @@ static void int8_block(const Int8Args& a, long block, bf16* panel, long ring, lo
         Int8Sums &now = buffers[i], &earlier = buffers[i ^ 1];
 #if defined(__AMX_BF16__)
         if (a.kernel == INT8_AMX) {
-            if (*configured != count) configure_tiles(*configured = count);
+            if (*configured != count) {
+                const long first = count < TILE_ROWS ? count : TILE_ROWS, second = count - first;
+                const long rows[8] = {first, first, second, second, first, second, 16, 16};
+                configure_tiles(rows);
+                *configured = count;
+            }
             count > TILE_ROWS ? op.tiles<true>(x, row == 0, now.sums, earlier)
                               : op.tiles<false>(x, row == 0, now.sums, earlier);
         }
@@ -231,13 +218,9 @@ static void int8_linear(const Int8Args& a) {
 }
 #endif
 
-// The best kernel for this CPU.  AMX state must be asked for, once per process (Linux: ARCH_REQ_XCOMP_PERM, 18).
 static Int8Kernel best_int8_kernel() {
-#if defined(ANGELSPEC_INT8) && defined(__AMX_BF16__) && defined(__linux__)
-    if (syscall(158 /* arch_prctl */, 0x1023, 18) == 0) return INT8_AMX;
-#endif
 #if defined(ANGELSPEC_INT8)
-    return INT8_AVX512;
+    return amx_allowed() ? INT8_AMX : INT8_AVX512;
 #else
     return INT8_NONE;
 #endif

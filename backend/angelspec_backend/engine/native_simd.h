@@ -45,6 +45,7 @@ static inline f32v fma(f32v a, f32v b, f32v c) {
 }
 
 static inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
+static inline f32v min(f32v a, f32v b) { return a < b ? a : b; }  // b for NaN
 static inline f32v where(i32v mask, f32v a, f32v b) { return mask ? a : b; }
 
 // Sum and maximum over the lanes, in a fixed tree order.
@@ -56,45 +57,86 @@ static inline float sum_lanes(f32v v) {
     return x[0];
 }
 
-static inline float max_lanes(f32v v) {
+template <int N>
+static inline void max_lanes(const f32v* v, float* out) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)v);
+    if (N == 4) {  // one tree for all four: every 128 bits of `all` hold maxima of each
+        __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+        __m512d ab = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        __m512d cd = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        __m512 all = _mm512_max_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+        all = _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+        all = _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0xb1));
+        return _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+    }
+#endif
+    for (int q = 0; q < N; q++) {
+        out[q] = v[q][0];
+        for (int i = 1; i < LANES; i++) out[q] = v[q][i] > out[q] ? v[q][i] : out[q];
+    }
+}
+
+// 2^x within 3 ulp for x <= 127, exactly 1 for 0; 0 for very negative x.
+static inline f32v exp2(f32v x) {
+#if defined(__AVX512F__)
+    f32v r = (f32v)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
 #else
-    float best = v[0];
-    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-    return best;
+    const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    i32v tiny = x < splat(-126.0f);
+    x = where(tiny, splat(-126.0f), x);
+    f32v shifted = x - splat(0.5f) + magic;
+    f32v r = x - (shifted - magic);
+#endif
+    f32v p = fma(r, splat(1.86713e-3f), splat(9.01703e-3f));  // minimax over 0 <= r <= 1, given p(0) = 1
+    p = fma(p, r, splat(5.579991e-2f));
+    p = fma(p, r, splat(2.4016445e-1f));
+    p = fma(p, r, splat(6.9315131e-1f));
+    p = fma(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+    return (f32v)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
+#else
+    i32v exponent = ((i32v)shifted - (i32v)magic) << 23;
+    return where(tiny, f32v{}, (f32v)((i32v)p + exponent));
 #endif
 }
 
-// exp(x) within 2 ulp; 0 below the smallest normal result, x is clamped to 88 above.
-static inline f32v exp(f32v x) {
-    const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    i32v tiny = x < splat(-87.0f);
-    x = where(x > splat(88.0f), splat(88.0f), where(tiny, splat(-87.0f), x));
-    f32v shifted = fma(x, splat(1.44269504f), magic);
-    f32v n = shifted - magic;
-    f32v r = fma(n, splat(-0.693359375f), x);
-    r = fma(n, splat(2.12194440e-4f), r);
-    f32v p = fma(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + splat(1.0f);
-    i32v exponent = ((i32v)shifted - (i32v)magic) << 23;
-    return where(tiny, f32v{}, (f32v)((i32v)p + exponent));
+// exp(x), off by a few ulp times |x|; x is clamped to 88.7 above.
+static inline f32v exp(f32v x) { return exp2(min(splat(127.9999f), x * splat(1.44269504f))); }
+
+// 1 / x within 2 ulp, for finite x that are not subnormal.
+static inline f32v reciprocal(f32v x) {
+#if defined(__AVX512F__)
+    f32v r = (f32v)_mm512_rcp14_ps((__m512)x);
+    return fma(fma(-x, r, splat(1.0f)), r, r);  // a step of Newton's method
+#else
+    return splat(1.0f) / x;
+#endif
 }
 
-// Loads widen to float; stores of bf16 round to nearest even and keep NaN.
+// Loads widen to float; stores of bf16 round to nearest even and keep NaN.  Subnormal numbers may become zero.
 static inline f32v load(const float* p) {
     f32v v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 
-static inline f32v load(const bf16* p) {
-    u16v v;
-    memcpy(&v, p, sizeof v);
+// v rounded to bf16.
+static inline u16v narrow(f32v v) {
+#if defined(__AVX512BF16__)
+    return (u16v)_mm512_cvtneps_pbh((__m512)v);
+#else
+    u32v bits = (u32v)v;
+    u32v rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    rounded = v == v ? rounded : (bits | 0x400000u);
+#if defined(__AVX512F__)
+    return (u16v)_mm512_cvtepi32_epi16((__m512i)(rounded >> 16));
+#else
+    return __builtin_convertvector(rounded >> 16, u16v);
+#endif
+#endif
+}
+
+static inline f32v widen(u16v v) {
 #if defined(__AVX512F__)
     return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
 #else
@@ -102,21 +144,17 @@ static inline f32v load(const bf16* p) {
 #endif
 }
 
-static inline u32v rounded_bits(f32v v) {  // bf16 in the upper half of each lane, the lower half undefined
-    u32v bits = (u32v)v;
-    u32v rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return v == v ? rounded : (bits | 0x400000u);
+static inline f32v load(const bf16* p) {
+    u16v v;
+    memcpy(&v, p, sizeof v);
+    return widen(v);
 }
 
 static inline void store(float* p, f32v v) { memcpy(p, &v, sizeof v); }
 
 static inline void store(bf16* p, f32v v) {
-#if defined(__AVX512F__)
-    u16v narrow = (u16v)_mm512_cvtepi32_epi16((__m512i)(rounded_bits(v) >> 16));
-#else
-    u16v narrow = __builtin_convertvector(rounded_bits(v) >> 16, u16v);
-#endif
-    memcpy(p, &narrow, sizeof narrow);
+    u16v bits = narrow(v);
+    memcpy(p, &bits, sizeof bits);
 }
 
 // The value a float takes when it goes through T and back.
@@ -125,7 +163,7 @@ static inline f32v round_to(f32v v);
 template <>
 inline f32v round_to<float>(f32v v) { return v; }
 template <>
-inline f32v round_to<bf16>(f32v v) { return (f32v)(rounded_bits(v) & 0xffff0000u); }
+inline f32v round_to<bf16>(f32v v) { return widen(narrow(v)); }
 
 // The same for the first n lanes; the others read as 0 and are not written.
 template <class T>

@@ -1,21 +1,33 @@
-// One tile of attention: unpack the keys and values of 64 positions, score them, and add them up.
+// What every way of computing a tile of attention shares: online softmax, its state, and the transpose of keys.
 //
-// What a query gets is computed in one order, whatever the number of queries beside it (the template
-// parameter N) and of positions in the tile.
+// A tile is 64 positions, whose keys and values are unpacked once for all queries of a task.  What a query
+// gets is computed in one order, whatever the number of queries beside it and of positions in the tile.
 #pragma once
 
 #include "native_simd.h"
 
-constexpr int TILE = 64;  // positions whose keys and values are unpacked at a time
+constexpr int TILE = 64;         // positions
+constexpr int MAX_DIM = 256;     // of a head
+constexpr int MAX_QUERIES = 128;  // (token, head) pairs that share the unpacked keys and values
 constexpr float LOWEST = -1e30f;
+constexpr float LOG2E = 1.44269504f;
+
+// The positions low <= j < high of a tile that a query sees.
+struct Visible {
+    int low, high;
+    bool none() const { return low >= high || high <= 0; }
+};
 
 // What online softmax knows so far about `count` queries.
 struct State {
-    float *best, *total, *acc;  // [count], [count][LANES], [count][width]
+    // The largest logit in units of log 2, and sums of the weights relative to it: [count], [count][LANES],
+    // [count][width], with room for whole groups of 16 queries.
+    float *best, *total, *acc;
 
-    State(float* memory, int count) : best(memory), total(memory + (count + 15) / 16 * 16),
-                                      acc(total + LANES * count) {}
-    static long floats(int count, int width) { return (count + 15) / 16 * 16 + (long)count * (LANES + width); }
+    State(float* memory, int count) : best(memory), total(memory + rounded(count)),
+                                      acc(total + LANES * rounded(count)) {}
+    static int rounded(int count) { return (count + 15) / 16 * 16; }
+    static long floats(int count, int width) { return (long)rounded(count) * (1 + LANES + width); }
 
     void clear(int count, int width) const {
         for (int i = 0; i < count; i++) best[i] = LOWEST;
@@ -26,7 +38,7 @@ struct State {
     void merge(const State& other, int count, int width) const {
         for (int i = 0; i < count; i++) {
             float top = best[i] > other.best[i] ? best[i] : other.best[i];
-            f32v mine = exp(splat(best[i] - top)), theirs = exp(splat(other.best[i] - top));
+            f32v mine = exp2(splat(best[i] - top)), theirs = exp2(splat(other.best[i] - top));
             best[i] = top;
             mix(total + i * LANES, other.total + i * LANES, LANES, mine, theirs);
             mix(acc + i * width, other.acc + i * width, width, mine, theirs);
@@ -72,110 +84,57 @@ static inline void transpose(const char* const* rows, long byte, u32v out[4]) {
 #endif
 }
 
-// cache rows at index[0 .. groups * LANES) -> keys: [dim][TILE].  bf16 pairs widen after the transpose; the bf16
-// dot product instruction is no help, on current Intel cores it has half the throughput of fp32 FMA.
-template <class T>
-static void unpack_keys(const T* cache, const int64_t* index, int groups, int dim, float* keys) {
-    constexpr int PER_WORD = 4 / sizeof(T);
-    for (int g = 0; g < groups; g++) {
-        const char* rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = (const char*)(cache + index[g * LANES + i] * dim);
-        for (int d = 0; d < dim; d += 4 * PER_WORD) {
-            u32v column[4];
-            transpose(rows, d * sizeof(T), column);
-            for (int i = 0; i < 4; i++) {
-                float* to = keys + (d + i * PER_WORD) * TILE + g * LANES;
-                if (PER_WORD == 1) {
-                    store(to, (f32v)column[i]);
-                } else {  // the lower half of a word is the earlier element
-                    store(to, (f32v)(column[i] << 16));
-                    store(to + TILE, (f32v)(column[i] & 0xffff0000u));
-                }
-            }
-        }
-    }
-}
-
-// cache rows at index[0 .. count) -> values: [count][width], zero beyond dim
-template <class T>
-static void unpack_values(const T* cache, const int64_t* index, int count, int dim, int width, float* values) {
-    for (int j = 0; j < count; j++, values += width) {
-        const T* from = cache + index[j] * dim;
-        int d = 0;
-        for (; d + LANES <= dim; d += LANES) store(values + d, load(from + d));
-        if (d < dim) store(values + d, load(from + d, dim - d));
-    }
-}
-
-// scores[q][j] = query[q] . key[j], summed over the dimensions in ascending order
+// The scores of N queries become logits in units of log 2 with a softcap: softcap * tanh(score * scale / softcap).
 template <int N>
-static void multiply_keys(const float* query, const float* keys, int dim, int groups, float* scores) {
-    for (int g = 0; g < groups; g += 2) {  // the second group of a pair may be unused
-        f32v acc[N][2] = {};
-        for (int d = 0; d < dim; d++) {
-            f32v low = load(keys + d * TILE + g * LANES), high = load(keys + d * TILE + g * LANES + LANES);
-            for (int q = 0; q < N; q++) {
-                f32v x = splat(query[q * dim + d]);
-                acc[q][0] = fma(low, x, acc[q][0]);
-                acc[q][1] = fma(high, x, acc[q][1]);
-            }
-        }
-        for (int q = 0; q < N; q++)
-            for (int half = 0; half < 2; half++) store(scores + q * TILE + (g + half) * LANES, acc[q][half]);
-    }
-}
-
-// acc[q] = acc[q] * decay[q] + sum over j < count of weights[q][j] * values[j]
-template <int N, int COLUMNS>
-static void add_values(const float* weights, const float* values, const float* decay, int count, int width,
-                       float* acc) {
-    f32v sum[N][COLUMNS];
+static inline void cap_scores(float* scores, int groups, float scale, float softcap) {
     for (int q = 0; q < N; q++)
-        for (int c = 0; c < COLUMNS; c++) sum[q][c] = load(acc + q * width + c * LANES) * splat(decay[q]);
-    for (int j = 0; j < count; j++)
-        for (int c = 0; c < COLUMNS; c++) {
-            f32v value = load(values + j * width + c * LANES);
-            for (int q = 0; q < N; q++) sum[q][c] = fma(value, splat(weights[q * TILE + j]), sum[q][c]);
+        for (int g = 0; g < groups; g++) {
+            float* at = scores + q * TILE + g * LANES;
+            f32v e = exp(load(at) * splat(2 * scale / softcap));
+            store(at, (splat(softcap) - splat(2 * softcap) / (e + splat(1.0f))) * splat(LOG2E));
         }
-    for (int q = 0; q < N; q++)
-        for (int c = 0; c < COLUMNS; c++) store(acc + q * width + c * LANES, sum[q][c]);
 }
 
-template <int N>
-static void add_values(const float* weights, const float* values, const float* decay, int count, int width,
-                       float* acc) {
-    int d = 0;
-    constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // as many sums as registers hold
-    for (; d + COLUMNS * LANES <= width; d += COLUMNS * LANES)
-        add_values<N, COLUMNS>(weights, values + d, decay, count, width, acc + d);
-    for (; d < width; d += LANES) add_values<N, 1>(weights, values + d, decay, count, width, acc + d);
-}
-
-// Turn the scores [TILE] of one query into weights; only positions low <= j < high are visible.  Returns
-// the factor by which the earlier sums shrink.
-static float softmax_tile(float* scores, int low, int high, int groups, float scale, float softcap, float* best,
-                          float* total) {
-    const i32v lane = lane_numbers();
-    f32v tops = splat(LOWEST);
-    for (int g = 0; g < groups; g++) {
-        f32v s = load(scores + g * LANES) * splat(scale);
-        if (softcap > 0)  // softcap * tanh(s / softcap)
-            s = splat(softcap) - splat(2 * softcap) / (exp(s * splat(2 / softcap)) + splat(1.0f));
-        i32v visible = (lane + g * LANES >= low) & (lane + g * LANES < high);
-        s = where(visible, s, splat(LOWEST));
-        store(scores + g * LANES, s);
-        tops = max(tops, s);
+// Take the scores [TILE] of each of N queries into best and total; decay[q] becomes the factor by which earlier sums
+// shrink, and put(q, g, a, b) gets the weights of the groups g and g + 1, the latter zero if there is none.
+// Several queries at a time hide the latency of each.
+template <int N, class Put>
+static inline void softmax_tile(float* scores, const Visible* visible, int groups, float scale, float softcap,
+                                float* best, float* total, float* decay, Put put) {
+    if (softcap > 0) cap_scores<N>(scores, groups, scale, softcap);
+    const f32v factor = splat(softcap > 0 ? 1 : scale * LOG2E);
+    bool whole = true;  // every query sees all of the tile
+    for (int q = 0; q < N; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
+    auto seen = [&](int q, int g) {
+        i32v at = lane_numbers() + g * LANES;
+        return (at >= visible[q].low) & (at < visible[q].high);
+    };
+    f32v tops[N], sums[N];
+    for (int q = 0; q < N; q++) tops[q] = splat(LOWEST);
+    for (int g = 0; g < groups; g++)
+        for (int q = 0; q < N; q++) {
+            f32v s = load(scores + q * TILE + g * LANES) * factor;
+            tops[q] = max(tops[q], whole ? s : where(seen(q, g), s, splat(LOWEST)));
+        }
+    float highest[N];
+    max_lanes<N>(tops, highest);
+    f32v before = load(best, N), top = max(before, load(highest, N));  // a lane is a query
+    store(decay, exp2(before - top), N);
+    store(best, top, N);
+    for (int q = 0; q < N; q++) {
+        sums[q] = load(total + q * LANES) * splat(decay[q]);
+        tops[q] = splat(best[q]);
     }
-    float top = max_lanes(tops);
-    top = *best > top ? *best : top;
-    float decay = exp(splat(*best - top))[0];
-    f32v sum = load(total) * splat(decay);
-    for (int g = 0; g < groups; g++) {
-        f32v weight = exp(load(scores + g * LANES) - splat(top));  // exactly 0 where not visible
-        store(scores + g * LANES, weight);
-        sum = sum + weight;
-    }
-    store(total, sum);
-    *best = top;
-    return decay;
+    auto weigh = [&](int q, int g) {
+        f32v weight = exp2(fma(load(scores + q * TILE + g * LANES), factor, -tops[q]));
+        if (!whole) weight = where(seen(q, g), weight, f32v{});
+        sums[q] = sums[q] + weight;
+        return weight;
+    };
+    for (int g = 0; g < groups; g += 2)
+        for (int q = 0; q < N; q++) {
+            f32v a = weigh(q, g);
+            put(q, g, a, g + 1 < groups ? weigh(q, g + 1) : f32v{});
+        }
+    for (int q = 0; q < N; q++) store(total + q * LANES, sums[q]);
 }

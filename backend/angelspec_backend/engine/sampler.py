@@ -17,6 +17,7 @@ from torch import Tensor
 from angelspec_backend.engine.batch import ragged
 from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys
 from angelspec_backend.engine.sampling_rule import SamplingRows, sample_row
+from angelspec_backend.engine.upload import upload
 
 __all__ = ["SamplingRows", "sample"]
 
@@ -116,7 +117,7 @@ def bounds(fine: Tensor, greedy: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
         top = coarse.topk(HEAD_SIZE, sorted=False).values
         largest = top.amax(-1, keepdim=True)
         bound = top.amin(-1, keepdim=True).clamp(min=lowest)  # -inf never is in a head
-    is_greedy = torch.from_numpy(greedy).to(fine.device)[:, None]
+    is_greedy = upload([greedy], fine.device)[0][:, None]
     return torch.where(is_greedy, largest, bound), largest
 
 
@@ -170,7 +171,7 @@ def clamped_sums(values: Tensor, bound: Tensor, largest: Tensor, temperature: ND
     values: float32, overwritten, [n, columns]; bound, largest: [n, 1]; temperature: [n].
     Returns on the same device [2, n]: these sums, and the weight of a value at the bound.
     """
-    scale = (1 / torch.from_numpy(temperature).to(values.device))[:, None]
+    scale = (1 / upload([temperature], values.device)[0])[:, None]
     at_bound = (bound.float() - largest) * scale
     weights = values.sub_(largest).mul_(scale)
     sums = torch.minimum(weights, at_bound, out=weights).exp_().sum(-1)

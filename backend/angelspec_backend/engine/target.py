@@ -6,7 +6,12 @@ the sample instead.  So the output is the target's own sample path, whatever the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from angelspec_backend.core.messages import DraftOutput, StepInput, StepOutput
 from angelspec_backend.engine.batch import check_step, pack, ragged
@@ -23,13 +28,25 @@ class TargetEngine:
     def step(self, step: StepInput, drafts: DraftOutput) -> StepOutput:
         """Compute the known tokens and drafts of every row; emit accepted drafts and one more token.
 
+        Hidden states are computed and returned for the rows that ask for them alone.
+
         Raises:
             ValueError: the step contradicts itself or points outside the vocabulary or the KV pool.
         """
         runner, pool, rows = self.runner, self.runner.pool, step.rows
-        check_step(step, drafts, pool.num_blocks, pool.block_size, runner.vocab_size, runner.max_context)
-        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, runner.device)
-        logits = runner.forward(batch)  # [num_samples, vocab_size]
+        check_step(
+            step,
+            drafts,
+            pool.num_blocks,
+            pool.block_size,
+            runner.vocab_size,
+            runner.max_context,
+            runner.num_layers,
+        )
+        device, shapes = runner.device, runner.graph_shapes
+        batch = pack(rows, step.token_ids, drafts, step.block_table, pool.block_size, device, shapes)
+        taps = np.unique(step.tap_ids)  # [num_taps] all that any row asks for
+        logits, states = runner.forward_with_taps(batch, taps.tolist())  # [num_samples, vocab_size]
 
         # A sampling row has one sample behind its last known token and one behind each of its drafts.
         sampling = rows["sample"] == 1
@@ -44,4 +61,34 @@ class TargetEngine:
         np.minimum.at(accepted, draft_row[~agrees], draft_index[~agrees].astype(np.int32))
 
         emitted = np.where(sampling, accepted + 1, 0).astype(np.int32)
-        return StepOutput(samples[index < emitted[row_of]], emitted, drafts.lens)
+        output = StepOutput(samples[index < emitted[row_of]], emitted, drafts.lens)
+        if len(taps) == 0:
+            return output
+        return replace(output, hidden_states=_committed_states(step, drafts, emitted, taps, states))
+
+
+def _committed_states(
+    step: StepInput,
+    drafts: DraftOutput,
+    emitted: NDArray[np.int32],
+    taps: NDArray[np.int32],
+    states: list[Tensor],
+) -> NDArray[np.uint8]:
+    """The bytes of ``StepOutput.hidden_states``: committed tokens of the rows that ask, their own taps.
+
+    emitted: [num_rows] sampled tokens; taps: [num_taps] ascending; states: per tap [num_tokens, hidden].
+    """
+    rows = step.rows
+    tapped = rows["num_taps"] > 0
+    counts = np.where(tapped, rows["num_tokens"] + np.maximum(emitted - 1, 0), 0)  # [num_rows]
+    row_of, offset = ragged(counts)  # [num_committed]
+    lens = rows["num_tokens"].astype(np.int64) + drafts.lens
+    index = torch.from_numpy((np.cumsum(lens) - lens)[row_of] + offset).to(states[0].device)
+    chosen = torch.stack([state[index] for state in states], dim=1)  # [num_committed, num_taps, hidden]
+    flat = chosen.view(torch.uint8).cpu().numpy()  # [num_committed, num_taps, bytes]
+
+    wanted = np.zeros((len(rows), len(taps)), bool)
+    wanted[ragged(rows["num_taps"])[0], np.searchsorted(taps, step.tap_ids)] = True
+    if not wanted[tapped].all():
+        flat = flat[wanted[row_of]]
+    return flat.reshape(-1)

@@ -21,8 +21,8 @@ from angelspec_backend.engine.triton_kernels import attend_split, fold_splits
 
 SPLIT = 256
 """Positions of a split: small enough that one long row occupies a GPU, large enough to amortise the fold."""
-KEYS = 64
-"""Positions that a program reads at once; divides SPLIT."""
+KEYS, MAX_KEY_BYTES = 64, 512
+"""Positions that a program reads at once, half of them where one takes more bytes; divides SPLIT."""
 MIN_TILE = 16
 """Query heads of a tile, at least: the smallest tile of the tensor cores."""
 MAX_PARTIAL_BYTES = 1 << 27
@@ -62,12 +62,14 @@ def triton_paged_attention(
     per_tile = num_kv_heads * num_splits * tile * (value_dim + 2)
     tiles_per_launch = min(num_tiles, max(1, MAX_PARTIAL_BYTES // (4 * per_tile)))
     partial = torch.empty(tiles_per_launch * per_tile, dtype=torch.float32, device=query.device)
+    key_pad, value_pad = _padded(key_dim), _padded(value_dim)
+    large = max(key_pad, value_pad) * query.element_size() > MAX_KEY_BYTES
     layout = {
         "GROUP": group,
         "QUERIES": queries,
         "TILE": tile,
         "VALUE_DIM": value_dim,
-        "VALUE_PAD": _padded(value_dim),
+        "VALUE_PAD": value_pad,
         "SPLIT": SPLIT,
         "WINDOW": sliding_window,
     }
@@ -89,8 +91,8 @@ def triton_paged_attention(
                 scale,
                 **layout,
                 KEY_DIM=key_dim,
-                KEY_PAD=_padded(key_dim),
-                KEYS=KEYS,
+                KEY_PAD=key_pad,
+                KEYS=KEYS // 2 if large else KEYS,  # an RTX has 99 KiB of shared memory
                 BLOCK_SIZE=block_size,
                 SOFTCAP=softcap,
                 UPCAST=query.device.type == "cpu",  # the interpreter has no products of bf16

@@ -46,46 +46,45 @@ def marked_spans(text: str, markers: TurnMarkers = CHATML) -> list[Span]:
 def template_spans(render: Render, messages: Sequence[Message]) -> list[Span]:
     """Spans of the assistant turns for any chat template, found by rendering parts of the conversation.
 
-    Raises ValueError if the template does not show where a turn begins and ends.
+    Raises ValueError if the template refuses the conversation, or does not show where a turn begins and ends.
     """
-    text = render(messages, False)
+    text = _rendered(render, messages)
+    if text is None:
+        raise ValueError("the chat template refuses this conversation")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return [
-        _prefix_span(render, messages, i, text) or _replaced_span(render, messages, i, text) for i in turns
+        _prefix_span(render, messages, turn, text) or _replaced_span(render, messages, turn, text)
+        for turn in turns
     ]
 
 
-def _opening(render: Render, messages: Sequence[Message], turn: int) -> str | None:
-    """The text an assistant turn is generated after; None if the template refuses to say."""
+def _rendered(render: Render, messages: Sequence[Message], open_turn: bool = False) -> str | None:
+    """The text of some messages, None if the template refuses them."""
     try:
-        return render(messages[:turn], True) if turn else None
+        return render(messages, open_turn) if messages else None
     except TemplateError:
         return None
 
 
 def _prefix_span(render: Render, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     """The turn's span if the conversation up to it renders to the beginning of the text."""
-    before, until = _opening(render, messages, turn), render(messages[: turn + 1], False)
-    if before is None or not text.startswith(until) or not until.startswith(before):
+    before, until = _rendered(render, messages[:turn], True), _rendered(render, messages[: turn + 1])
+    if before is None or until is None or not (text.startswith(until) and until.startswith(before)):
         return None
-    return len(before), len(until)
+    return (len(before), len(until)) if len(before) < len(until) else None
 
 
 def _replaced_span(render: Render, messages: Sequence[Message], turn: int, text: str) -> Span:
     """The turn's span found by replacing its content; for templates that drop earlier turns' reasoning."""
     replaced = {**messages[turn], "content": SENTINEL}
-    before, found, after = render([*messages[:turn], replaced, *messages[turn + 1 :]], False).partition(
-        SENTINEL
-    )
-    if (
-        not found
-        or len(before) + len(after) > len(text)
-        or not (text.startswith(before) and text.endswith(after))
-    ):
+    whole = _rendered(render, [*messages[:turn], replaced, *messages[turn + 1 :]]) or ""
+    before, found, after = whole.partition(SENTINEL)
+    fits = len(before) + len(after) <= len(text) and text.startswith(before) and text.endswith(after)
+    if not found or not fits:
         raise ValueError(f"the chat template does not show where assistant turn {turn} begins and ends")
-    opening = _opening(render, messages, turn)
+    opening = _rendered(render, messages[:turn], True)
     start = len(opening) if opening is not None and before.startswith(opening) else len(before)
-    marker = render([*messages[:turn], replaced], False).partition(SENTINEL)[2]
+    marker = (_rendered(render, [*messages[:turn], replaced]) or "").partition(SENTINEL)[2]
     shared = next((n for n in range(len(marker), 0, -1) if after.startswith(marker[:n])), 0)
     return start, len(text) - len(after) + shared
 
@@ -109,10 +108,12 @@ def encode_conversation(
     last_turn_only: count the last assistant turn only
     max_length: longer conversations are cut at the end
     template_options: for the template, such as enable_thinking
-    Raises ValueError if the template does not show where a turn begins and ends, or the tokenizer does not
-    say which characters a token stands for.
+    Raises ValueError as `template_spans` does, and if the tokenizer does not say which characters a token
+    stands for.
     """
-    template = tokenizer.get_chat_template(tools=template_options.get("tools"))
+    template = tokenizer.get_chat_template(
+        template_options.get("chat_template"), template_options.get("tools")
+    )
     if "generation %}" in template or "generation -%}" in template:
         encoded = tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True, **template_options

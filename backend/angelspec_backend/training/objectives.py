@@ -52,10 +52,9 @@ class BlockObjective:
     @property
     def terms(self) -> TermOptions:
         """What `position_terms` has to compute."""
-        needs_tv = self.l1_weight or self.lk_weight or self.e2e_weight or self.confidence_weight
+        compares = self.l1_weight or self.lk_weight or self.e2e_weight or self.confidence_weight
         return TermOptions(
-            tv=bool(needs_tv),
-            kl=self.lk_weight > 0 and self.lk_type == "hybrid",
+            distances=bool(compares),
             topk=self.kl_topk if self.kl_weight > 0 and not self.lk_weight else 0,
             topk_variant=self.kl_variant,
         )
@@ -145,13 +144,14 @@ def block_loss(
     if objective.l1_weight and terms.tv is not None:
         parts["l1"] = masked_mean(2 * terms.tv, weight)
         total = total + objective.l1_weight * parts["l1"]
-    if objective.lk_weight and terms.tv is not None:
-        lk = lk_alpha(terms.tv) if terms.kl is None else lk_hybrid(terms.kl, terms.tv, objective.lk_eta)
+    if objective.lk_weight and terms.tv is not None and terms.kl is not None:
+        alpha = objective.lk_type == "alpha"
+        lk = lk_alpha(terms.tv) if alpha else lk_hybrid(terms.kl, terms.tv, objective.lk_eta)
         parts["lk"] = masked_mean(lk, weight)
-        total = objective.lk_weight * parts["lk"] + (1 - objective.lk_weight) * total
+        total = _mix(parts["lk"], total, objective.lk_weight)
     elif objective.kl_weight and terms.topk_kl is not None:
         parts["kl"] = masked_mean(terms.topk_kl, weight)
-        total = objective.kl_weight * parts["kl"] + (1 - objective.kl_weight) * total
+        total = _mix(parts["kl"], total, objective.kl_weight)
     if objective.e2e_weight and terms.tv is not None:
         parts["e2e_tv"] = end_to_end_tv(terms.tv, valid)
         total = total + objective.e2e_weight * parts["e2e_tv"]
@@ -163,6 +163,11 @@ def block_loss(
         parts["confidence"] = masked_mean(bce, weight)
         total = total + objective.confidence_weight * parts["confidence"]
     return BlockLoss(total, parts)
+
+
+def _mix(term: Tensor, rest: Tensor, share: float) -> Tensor:
+    """share * term + (1 - share) * rest; without a backward pass through a rest of no weight."""
+    return term if share == 1 else share * term + (1 - share) * rest
 
 
 def masked_mean(values: Tensor, weight: Tensor) -> Tensor:

@@ -75,8 +75,7 @@ class StepObjective:
     def terms(self) -> TermOptions:
         """What `position_terms` has to compute."""
         return TermOptions(
-            tv=self.distill in ("tv", "lk") or self.e2e_weight > 0,
-            kl=self.distill in ("kl", "lk"),
+            distances=self.distill in ("tv", "kl", "lk") or self.e2e_weight > 0,
             soft_ce=self.distill == "soft_ce",
             support=self.support,
             topk=self.topk if self.distill == "topk_kl" else 0,

@@ -13,10 +13,10 @@ from angelspec_backend.core.loop import Recovered, ServerStopping, StepError
 from angelspec_backend.core.messages import ROW, StepInput, StepOutput
 from angelspec_backend.triton import bridge, codec
 
-NO_ROWS = StepInput(np.zeros(0, ROW), *(np.zeros(0, np.int32) for _ in range(3)))
+NO_ROWS = StepInput(np.zeros(0, ROW), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
 """A step of no rows: a model answers it by describing itself."""
 
-TARGET_INPUTS = ("rows", "token_ids", "block_table")
+TARGET_INPUTS = ("rows", "token_ids", "block_table", "tap_ids")
 DRAFTER_INPUTS = ("rows", "feed_token_ids", "block_table")
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,10 @@ class BlsExecutor:
 
     def step(self, step: StepInput) -> StepOutput:
         """One engine step.  Raises StepError when a model did not answer."""
-        arrays = codec.encode_step(step)
+        arrays, outputs = codec.encode_step(step), codec.step_outputs(step)
         if step.speculative:
-            return codec.decode_output(_call("speculate", arrays, codec.STEP_OUTPUTS))
-        arrays = {name: arrays[name] for name in TARGET_INPUTS}
-        return codec.decode_output(_call("target", arrays, codec.STEP_OUTPUTS))
+            return codec.decode_output(_call("speculate", arrays, outputs))
+        return codec.decode_output(_call("target", _part(arrays, TARGET_INPUTS), outputs))
 
     def target_info(self) -> codec.TargetInfo:
         """What the target says of itself.  Raises StepError when it does not answer."""
@@ -80,8 +79,11 @@ class BlsExecutor:
 
 
 def _describe(model: str, inputs: tuple[str, ...]) -> codec.Arrays:
-    arrays = codec.encode_step(NO_ROWS)
-    return _call(model, {name: arrays[name] for name in inputs}, codec.INFO_OUTPUTS)
+    return _call(model, _part(codec.encode_step(NO_ROWS), inputs), codec.INFO_OUTPUTS)
+
+
+def _part(arrays: codec.Arrays, names: tuple[str, ...]) -> codec.Arrays:
+    return {name: arrays[name] for name in names if name in arrays}
 
 
 def _call(model: str, arrays: codec.Arrays, outputs: tuple[str, ...]) -> codec.Arrays:

@@ -1,7 +1,8 @@
 """The wire form of a step: named flat arrays, as the inner models' config.pbtxt files declare them.
 
 Arrays are views wherever numpy allows it.  Zero-length arrays are ordinary: a step without drafts
-has empty draft arrays, and an empty ``rows`` asks a model to describe itself.
+has empty draft arrays, and an empty ``rows`` asks a model to describe itself.  What has to do with
+hidden states is left out where there are none, so that other drafters do not pay for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOut
 Arrays = Mapping[str, NDArray[Any]]
 
 STEP_OUTPUTS = ("sampled_token_ids", "sampled_lens", "verified_lens")
+HIDDEN_STATES = "hidden_states"  # an output too, of a step with taps
 DRAFT_OUTPUTS = ("draft_token_ids", "draft_lens")
 INFO_OUTPUTS = ("info",)
 
@@ -44,6 +46,8 @@ class TargetInfo:
     max_context: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    num_layers: int  # decoder layers, which tap ids count
+    hidden_bytes: int  # of one hidden state
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,22 @@ class DrafterModelInfo:
 
 def encode_step(step: StepInput) -> dict[str, NDArray[Any]]:
     """Inputs of `speculate`; also of `drafter` and `target`, which take the part they need."""
-    return {
+    arrays: dict[str, NDArray[Any]] = {
         "rows": step.rows.view(np.uint8),  # [num_rows * ROW.itemsize]
         "token_ids": step.token_ids,
         "feed_token_ids": step.feed_token_ids,
         "block_table": step.block_table,
     }
+    if len(step.tap_ids):
+        arrays["tap_ids"] = step.tap_ids
+    if len(step.hidden_states):
+        arrays["feed_hidden_states"] = step.hidden_states
+    return arrays
+
+
+def step_outputs(step: StepInput) -> tuple[str, ...]:
+    """The outputs to ask `target` or `speculate` for."""
+    return (*STEP_OUTPUTS, HIDDEN_STATES) if len(step.tap_ids) else STEP_OUTPUTS
 
 
 def decode_step(arrays: Arrays) -> StepInput:
@@ -80,6 +94,8 @@ def decode_step(arrays: Arrays) -> StepInput:
         token_ids=_flat(arrays, "token_ids"),
         feed_token_ids=_flat(arrays, "feed_token_ids"),
         block_table=_flat(arrays, "block_table"),
+        tap_ids=_flat(arrays, "tap_ids"),
+        hidden_states=_flat(arrays, "feed_hidden_states", np.uint8),
     )
 
 
@@ -97,13 +113,18 @@ def decode_drafts(arrays: Arrays, num_rows: int) -> DraftOutput:
 
 def encode_output(output: StepOutput) -> dict[str, NDArray[Any]]:
     """Outputs of `target` and `speculate`."""
-    arrays = (output.token_ids, output.lens, output.draft_lens)
-    return dict(zip(STEP_OUTPUTS, arrays, strict=True))
+    arrays: dict[str, NDArray[Any]] = dict(
+        zip(STEP_OUTPUTS, (output.token_ids, output.lens, output.draft_lens), strict=True)
+    )
+    if len(output.hidden_states):
+        arrays[HIDDEN_STATES] = output.hidden_states
+    return arrays
 
 
 def decode_output(arrays: Arrays) -> StepOutput:
     """What the target sampled."""
-    return StepOutput(*(_flat(arrays, name) for name in STEP_OUTPUTS))
+    token_ids, lens, draft_lens = (_flat(arrays, name) for name in STEP_OUTPUTS)
+    return StepOutput(token_ids, lens, draft_lens, _flat(arrays, HIDDEN_STATES, np.uint8))
 
 
 def encode_info(info: TargetInfo | DrafterModelInfo) -> dict[str, NDArray[Any]]:
@@ -114,17 +135,17 @@ def encode_info(info: TargetInfo | DrafterModelInfo) -> dict[str, NDArray[Any]]:
 def decode_target_info(arrays: Arrays) -> TargetInfo:
     """The target's answer to an empty ``rows``."""
     info = json.loads(arrays["info"].item())
-    return TargetInfo(
-        PoolInfo(**info["pool"]), info["max_context"], info["vocab_size"], tuple(info["eos_token_ids"])
-    )
+    values = {"pool": PoolInfo(**info["pool"]), "eos_token_ids": tuple(info["eos_token_ids"])}
+    return TargetInfo(**(info | values))
 
 
 def decode_drafter_info(arrays: Arrays) -> DrafterModelInfo:
     """The drafter model's answer to an empty ``rows``."""
     info = json.loads(arrays["info"].item())
-    return DrafterModelInfo(PoolInfo(**info["pool"]), tuple(DrafterInfo(**each) for each in info["drafters"]))
+    drafters = (DrafterInfo(**(each | {"tap_ids": tuple(each["tap_ids"])})) for each in info["drafters"])
+    return DrafterModelInfo(PoolInfo(**info["pool"]), tuple(drafters))
 
 
-def _flat(arrays: Arrays, name: str) -> NDArray[np.int32]:
+def _flat(arrays: Arrays, name: str, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
     array = arrays.get(name)
-    return np.zeros(0, np.int32) if array is None else array.reshape(-1)
+    return np.zeros(0, dtype) if array is None else array.reshape(-1)

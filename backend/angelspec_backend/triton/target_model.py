@@ -34,6 +34,8 @@ class TritonPythonModel:
             block_size=config.block_size,
             quantization=config.quantization,
             max_context=config.max_context,
+            batch_invariant=config.batch_invariant,
+            cuda_graphs=config.cuda_graphs,
         )
         self._engine = TargetEngine(runner)
         logger.info("target: %s", runner.describe())
@@ -56,4 +58,6 @@ class TritonPythonModel:
             max_context=runner.max_context,
             vocab_size=runner.vocab_size,
             eos_token_ids=tuple(runner.eos_token_ids),
+            num_layers=runner.num_layers,
+            hidden_bytes=runner.hidden_size * runner.dtype.itemsize,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -30,8 +30,11 @@ class TensorFiles:
         if index is not None:
             self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         elif (single := _file(path, SINGLE)) is not None:
-            with safe_open(single, "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), SINGLE)
+            try:
+                with safe_open(single, "pt") as file:
+                    self._file_of = dict.fromkeys(file.keys(), SINGLE)
+            except SafetensorError as error:
+                raise LoadError(f"{path}: {SINGLE} is broken: {error}") from error
         else:
             raise LoadError(f"{path}: neither {SINGLE} nor {INDEX} found; save the model as safetensors")
         self.names = frozenset(self._file_of)
@@ -42,15 +45,23 @@ class TensorFiles:
         Raises:
             LoadError: a file that should hold them is missing.
         """
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            file_name = self._file_of[name]
-            path = _file(self.path, file_name)
-            if path is None:
-                raise LoadError(f"{self.path}: {file_name} is missing; it holds {name}")
-            with safe_open(path, "pt") as file:
-                tensors[name] = file.get_tensor(name)
-        return tensors
+        return {name: self.get(name) for name in names}
+
+    def get(self, name: str) -> Tensor:
+        """One of the tensors: a view of its file, in memory only as far as it is read.
+
+        Raises:
+            LoadError: the file that should hold it is missing or broken.
+        """
+        file_name = self._file_of[name]
+        path = _file(self.path, file_name)
+        if path is None:
+            raise LoadError(f"{self.path}: {file_name} is missing; it holds {name}")
+        try:
+            with safe_open(path, "pt") as file:  # each has a mapping of its own
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise LoadError(f"{self.path}: {file_name} is broken: {error}") from error
 
 
 def load_decoder_layer(path: str, layer: int) -> dict[str, Tensor]:

@@ -1,0 +1,171 @@
+"""Everything the scheduler must know of drafters: how many drafts to ask for, and what to feed.
+
+A drafter sees committed tokens when it is to draft, not before: a step without drafts costs it nothing.  A
+hidden-state drafter also needs what the target puts out while it computes them, which is in no cache and
+comes only once.  So such states wait with the sequence, and are fed without drafting when many wait.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from angelspec_backend.core.block_manager import BlockManager, CachedBlock
+from angelspec_backend.core.draft_policy import DraftPolicy, StepTimes
+from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
+from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
+from angelspec_backend.core.request import Sequence
+from angelspec_backend.core.step import ScheduledRow
+
+NO_TOKEN = -1
+
+
+class Drafting:
+    """Plans and records how far each sequence's drafter has come."""
+
+    def __init__(self, config: LoopConfig, blocks: BlockManager) -> None:
+        self.alive = True  # off while there is no drafter: every row is then decoded autoregressively
+        self._config = config
+        self._blocks = blocks
+        self._policy = DraftPolicy(len(config.drafters))
+        self._budget = 0  # positions that may still be fed in the step being planned
+
+    @property
+    def times(self) -> StepTimes:
+        """How long steps take that compute no prompt."""
+        return self._policy.times
+
+    def drafter_of(self, seq: Sequence) -> DrafterInfo | None:
+        """The drafter that drafts for a sequence; None: it is decoded autoregressively."""
+        if not self.alive or seq.drafter == NO_DRAFTER:
+            return None
+        return self._config.drafters[seq.drafter]
+
+    def needs_states(self, seq: Sequence) -> bool:
+        """Whether the sequence's drafter is fed with hidden states."""
+        drafter = self.drafter_of(seq)
+        return drafter is not None and bool(drafter.tap_ids)
+
+    # ------------------------------------------------------------------ planning a step
+
+    def begin_step(self, decoding: list[Sequence]) -> list[int]:
+        """Drafts wanted for each decoding sequence: what its request allows, or what pays."""
+        # A drafter that is far behind catches up in pieces, not in one endless step.
+        self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
+        limits = [
+            min(seq.request.num_draft_tokens, seq.num_wanted - 1) if self.drafter_of(seq) else 0
+            for seq in decoding
+        ]
+        if not self._config.adaptive_drafts or not any(limits):
+            return limits
+        chances = [
+            self._policy.chances(seq.drafter, seq.record) if limit else (0.0, 0.0)
+            for seq, limit in zip(decoding, limits, strict=True)
+        ]
+        right, found = np.array(chances).T
+        return self._policy.choose(right, found, np.array(limits)).tolist()
+
+    def plan_feed(self, seq: Sequence, num_tokens: int, drafting: bool) -> tuple[int, bool]:
+        """Positions to feed while the target computes num_tokens; whether the drafter can draft then.
+
+        A hidden-state drafter cannot be fed what the target only computes in this step.
+        """
+        drafter = self.drafter_of(seq)
+        if drafter is None:
+            return 0, False
+        missing = seq.num_computed - seq.num_fed + (0 if drafter.tap_ids else num_tokens)
+        too_many = bool(drafter.tap_ids) and missing > self._config.max_waiting_states
+        num_feed = min(missing, self._budget) if drafting or too_many else 0
+        return num_feed, 0 < num_feed == missing
+
+    def take_budget(self, num_feed: int) -> None:
+        """A row with so many positions to feed is in the step."""
+        self._budget -= num_feed
+
+    # ------------------------------------------------------------------ what a step brought
+
+    def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
+        """Learn from a step how long one takes and how often drafts are right."""
+        if all(row.num_tokens == 1 and not row.catches_up for row in rows):
+            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
+        for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
+            if row.num_draft_tokens:
+                self._policy.observe_draft(
+                    row.seq.drafter, row.seq.record, row.num_draft_tokens, drafted, max(sampled - 1, 0)
+                )
+
+    def advance(self, row: ScheduledRow, accepted: int, drafted: int, states: NDArray[np.uint8]) -> None:
+        """Move what is fed past a row whose tokens have been computed and whose blocks have been published.
+
+        states: the bytes of the row's new hidden states.
+        """
+        seq, drafter, fed_before = row.seq, row.drafter, row.seq.num_fed
+        if drafter is None:
+            return
+        seq.num_fed += row.num_feed
+        if drafter.tap_ids:
+            seq.waiting_states.drop(row.num_feed)
+            # A copy: the message that brought them would live as long as the last of them.
+            seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
+        elif drafted and drafter.keeps_drafts:
+            seq.num_fed += min(accepted, drafted - 1)
+        if row.num_feed and drafter.shares_blocks and self._config.prefix_caching:
+            size, end = self._config.block_size, min(seq.num_fed, len(seq.token_ids))
+            for index in range(fed_before // size, end // size):
+                behind = self._token_behind(seq, drafter, index)
+                self._blocks.mark_fed(seq.table, seq.token_ids, index, seq.drafter, behind)
+
+    def restart(self, seq: Sequence) -> None:
+        """Forget how far a sequence's drafter has come."""
+        seq.num_fed = 0
+        seq.waiting_states.clear()
+
+    # ------------------------------------------------------------------ cached prefixes
+
+    def usable(self, seq: Sequence, prefix: list[CachedBlock]) -> tuple[list[CachedBlock], int]:
+        """The part of a cached prefix a sequence can begin with, and how many blocks of it its drafter knows.
+
+        What a hidden-state drafter has not seen is computed again, for its hidden states.
+        """
+        drafter = self.drafter_of(seq)
+        if drafter is None:
+            return prefix, 0
+        num_fed = 0
+        while drafter.shares_blocks and num_fed < len(prefix):
+            if prefix[num_fed].fed.get(seq.drafter) != self._token_behind(seq, drafter, num_fed):
+                break
+            num_fed += 1
+        return prefix[:num_fed] if drafter.tap_ids else prefix, num_fed
+
+    def _token_behind(self, seq: Sequence, drafter: DrafterInfo, index: int) -> int:
+        """The token behind a block, if what the drafter keeps in the block depends on it.
+
+        A hidden-state drafter gets the states of the block's last position with the token at the next.
+        """
+        return seq.token_ids[(index + 1) * self._config.block_size] if drafter.tap_ids else NO_TOKEN
+
+    def check_integrity(self, seq: Sequence) -> None:
+        """Assert what must hold of a running sequence between any two steps."""
+        if self.needs_states(seq):
+            arrived = seq.num_fed + len(seq.waiting_states)
+            assert arrived == seq.num_computed, "hidden states were lost or came twice"
+        else:
+            assert len(seq.waiting_states) == 0, "hidden states that nobody wants"
+            assert 0 <= seq.num_fed <= len(seq.token_ids), "the drafter saw tokens that are not committed"
+
+
+def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
+    """The bytes of each row's new hidden states.
+
+    Raises:
+        ValueError: the target returned more or less than was asked for.
+    """
+    lens = np.array(
+        [
+            row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
+            for row, sampled in zip(rows, output.lens.tolist(), strict=True)
+        ]
+    )
+    if lens.sum() != len(output.hidden_states):
+        raise ValueError(f"hidden_states: expected {lens.sum()} bytes, got {len(output.hidden_states)}")
+    return split_rows(output.hidden_states, lens)

@@ -1,0 +1,57 @@
+"""Which token a drafter proposes: the one that the target would sample from the drafter's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from angelspec_backend.core.messages import DraftOutput
+from angelspec_backend.drafters.draft_vocab import DraftVocab
+from angelspec_backend.engine.sampler import SamplingRows, sample
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What was drafted for some rows, and how sure the drafter is."""
+
+    token_ids: NDArray[np.int32]  # [num_rows, width]
+    confidence: NDArray[np.float32]  # [num_rows, width] probability the drafter itself gives each draft
+    lens: NDArray[np.int32]  # [num_rows] drafts of each row, the rest is zero
+
+    @staticmethod
+    def empty(lens: NDArray[np.integer]) -> Drafts:
+        """Zeros to be filled in.  lens: [num_rows]"""
+        shape = (len(lens), int(lens.max(initial=0)))
+        return Drafts(np.zeros(shape, np.int32), np.zeros(shape, np.float32), lens.astype(np.int32))
+
+    def output(self) -> DraftOutput:
+        """The drafts as the loop gets them."""
+        inside = np.arange(self.token_ids.shape[1]) < self.lens[:, None]
+        return DraftOutput(self.token_ids[inside], self.lens)
+
+
+def choose_tokens(logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None) -> tuple[Tensor, Tensor]:
+    """The next draft of some rows, with the target's noise, so that the two agree more often.
+
+    logits: [n, draft vocabulary]; rows: [n] how the target samples there; vocab: None for the target's.
+    Returns token ids of the target [n] and the probabilities that the drafter itself gives them, in fp32 [n].
+    """
+    top, chosen = logits.max(-1)
+    picked = top
+    sampling = np.flatnonzero(rows.temperature > 0)
+    if len(sampling):
+        index = torch.from_numpy(sampling).to(logits.device)
+        part = logits[index]
+        tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
+        sampled = torch.from_numpy(tokens).long().to(logits.device)
+        chosen[index] = sampled if vocab is None else vocab.draft_ids[sampled]
+        picked = logits.gather(1, chosen[:, None])[:, 0]
+    # By hand: on a CPU logsumexp takes ten times as long.
+    wide = logits.float()
+    total = (wide - top.float()[:, None]).exp_().sum(-1)
+    confidence = (picked.float() - top.float()).exp() / total
+    return (chosen if vocab is None else vocab.target_ids[chosen]), confidence
