@@ -25,7 +25,7 @@ def test_fused_terms_have_the_values_and_gradients_of_plain_ones():
         if fused:
             terms = fused_terms(student, labels, head, teacher)
         else:
-            options = TermOptions(tv=True, kl=True)
+            options = TermOptions(distances=True)
             terms = position_terms(F.linear(student, head), labels, F.linear(teacher, head), options)
         (weights * torch.stack([terms.ce, terms.tv, terms.kl])).sum().backward()
         found.append([terms.ce, terms.tv, terms.kl, terms.hit.float(), terms.reachable.float()])

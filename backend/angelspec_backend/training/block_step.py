@@ -64,14 +64,13 @@ class BlockStep(nn.Module):
         blocks = self._plan(batch, seeds, rule)
         token_ids = batch.rows(batch.token_ids)  # [rows, length]
         hidden = self._hidden(batch, features, token_ids, blocks)
-        previous = previous_ids(token_ids, blocks.anchors, spec.block_size, spec.label_shift)
-        first = 1 - spec.label_shift  # slot 0 of the same-position convention drafts nothing
+        previous = previous_ids(token_ids, blocks.anchors, spec.num_drafts)
         where = blocks.valid.flatten().nonzero()[:, 0]  # [n] drafts that count
         places = batch.places.to(where.device)
         at = places.gather(1, blocks.teacher.flatten(1)).flatten()[where]  # [n] tokens of the batch
         labels = blocks.labels.flatten()[where]
         labels = self.index[labels] if network.vocab is not None else labels
-        terms, confidence = self._terms(hidden, previous, first, where, labels, features.last, at)
+        terms, confidence = self._terms(hidden, previous, where, labels, features.last, at)
         shape = blocks.valid.shape[0] * blocks.valid.shape[1], spec.num_drafts
         documents = batch.document_ids.to(where.device)[places.gather(1, blocks.anchors).clamp(min=0)]
         return DraftTerms(
@@ -82,14 +81,14 @@ class BlockStep(nn.Module):
         )
 
     def _hidden(self, batch: Batch, features: Features, token_ids: Tensor, blocks: Blocks) -> Tensor:
-        """The backbone over all blocks: [rows, blocks, block_size, hidden]"""
+        """What the head gets of all blocks: [rows, blocks, drafts, hidden]"""
         network, positions = self.network, batch.rows(batch.positions)
         context = network.context_key_values(batch.rows(features.taps).flatten(0, 1), positions.flatten())
         ids = network.block_ids(token_ids.gather(1, blocks.anchors))  # [rows, blocks, block_size]
         slots = torch.arange(ids.shape[-1], device=ids.device)
         at = positions.gather(1, blocks.anchors)[..., None] + slots
         hidden = network.block_hidden(ids.flatten(), at.flatten(), BlockAttend(context, blocks.sees))
-        return hidden.view(*ids.shape, -1)
+        return network.drafting(hidden.view(*ids.shape, -1))
 
     def loss(self, drafts: DraftTerms) -> Loss:
         """The objective of all blocks."""
@@ -100,7 +99,6 @@ class BlockStep(nn.Module):
         self,
         hidden: Tensor,
         previous: Tensor,
-        first: int,
         where: Tensor,
         labels: Tensor,
         last: Tensor,
@@ -108,7 +106,7 @@ class BlockStep(nn.Module):
     ) -> tuple[Terms, Tensor | None]:
         """Terms of the drafts at ``where`` [n], and the confidences of all.
 
-        hidden: [rows, blocks, block_size, hidden]; last: [tokens, hidden]; at: [n] the teacher's tokens.
+        hidden: [rows, blocks, drafts, hidden]; last: [tokens, hidden]; at: [n] the teacher's tokens.
         """
         network, options = self.network, self.objective.terms
         head, recurrent = network.lm_head.weight, network.spec.markov_kind == "rnn" and network.markov_head
@@ -122,11 +120,10 @@ class BlockStep(nn.Module):
 
         if recurrent or network.confidence_head is not None:
             slot = network.teacher_forced(hidden, previous)
-            logits = slot.logits[:, :, first:].flatten(0, 2)[where]
-            confidence = None if slot.confidence is None else slot.confidence[:, :, first:]
-            return position_terms(logits, labels, teacher(at), options), confidence
+            logits = slot.logits.flatten(0, 2)[where]
+            return position_terms(logits, labels, teacher(at), options), slot.confidence
 
-        flat = hidden[:, :, first:].flatten(0, 2)[where], previous[:, :, first:].flatten()[where], labels, at
+        flat = hidden.flatten(0, 2)[where], previous.flatten()[where], labels, at
         if network.markov_head is None and fused_terms.supports(options):
             corrected = network.correct(*flat[:2])
             return fused_terms.fused_terms(corrected, labels, head, last[at]), None

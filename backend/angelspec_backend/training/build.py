@@ -16,8 +16,8 @@ from angelspec_backend.drafters.layers import LayerShape
 from angelspec_backend.drafters.mtp import MTP
 from angelspec_backend.drafters.spec import DrafterSpec, TargetIdentity
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_backend.drafters.tensor_files import load_decoder_layer, rope_theta, text_config
 from angelspec_backend.engine.loader import LoadError, Tokenizer
+from angelspec_backend.engine.tensor_files import load_decoder_layer, rope_theta, text_config
 from angelspec_backend.training.config import DrafterConfig, TrainConfigError
 
 

@@ -17,7 +17,7 @@ from angelspec_backend.core.messages import ROW, DraftOutput
 from angelspec_backend.drafters.layers import RMSNorm
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.engine.batch import PackedBatch, pack
-from angelspec_backend.engine.loader import LoadError, load_model
+from angelspec_backend.engine.loader import LoadError
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.training.corpus import Corpus
 
@@ -36,30 +36,36 @@ class TargetFeatures:
     def __init__(
         self,
         path: str,
+        parts: TargetParts,
         tap_ids: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: str,
         max_tokens: int,
         block_size: int = 16,
     ) -> None:
-        """max_tokens: computed at a time, at least those of the longest document.
+        """path: of the target; parts: of it, on the device and in the dtype that is computed in;
+        max_tokens: computed at a time, at least those of the longest document.
 
         Raises:
             LoadError: the target cannot be loaded, has no final RMSNorm, or no such layer.
         """
-        model = load_model(path, dtype, device)
-        self.parts = TargetParts.from_model(model)
-        if self.parts.norm is None:
+        self.parts, weights = parts, parts.embed_tokens
+        if parts.norm is None:
             raise LoadError(f"{path}: its final norm is no RMSNorm, so drafters cannot be trained for it")
         for tap in tap_ids:
             if not 0 <= tap < self.parts.num_layers:
                 raise LoadError(f"tap_ids: {tap}, but {path} has layers 0 to {self.parts.num_layers - 1}")
         self.tap_ids, self._max_tokens, self._block_size = tuple(tap_ids), max_tokens, block_size
-        self._norm = RMSNorm(self.parts.hidden_size, self.parts.eps).to(device, dtype).requires_grad_(False)
-        self._norm.weight.copy_(self.parts.norm)
+        self._norm = RMSNorm(self.parts.hidden_size, self.parts.eps).requires_grad_(False).to(weights)
+        self._norm.weight.copy_(parts.norm)
         # Documents are short, so the pool holds one batch of them and a partly filled block for each.
-        self.runner = ModelRunner(model, num_blocks=2 + 2 * max_tokens // block_size, block_size=block_size)
+        self.runner = ModelRunner.from_pretrained(
+            path,
+            dtype=weights.dtype,
+            device=str(weights.device),
+            num_blocks=2 + 2 * max_tokens // block_size,
+            block_size=block_size,
+            batch_invariant=weights.device.type == "cpu",  # costs nothing there
+            cuda_graphs=False,
+        )
 
     @property
     def bytes_per_token(self) -> int:

@@ -36,8 +36,7 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     say = print if processes.is_main else _quiet
-    device = str(processes.device)
-    parts = TargetParts.load(config.target, device=device)
+    parts = TargetParts.load(config.target, getattr(torch, run.dtype), str(processes.device))
     taps = tap_ids(config.drafter, parts.num_layers)
     tokenizer = load_tokenizer(config.target)
     files = CorpusFiles(config.data.conversations, config.data.text, _known_limits(run.out)).counted()
@@ -49,13 +48,7 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         limits = json.dumps(files.limits, indent=1).encode()
         write_durably(_limits_file(run.out), lambda file: file.write(limits))
 
-    target = TargetFeatures(
-        config.target,
-        taps,
-        dtype=getattr(torch, run.dtype),
-        device=device,
-        max_tokens=max(2048, config.data.row_length),
-    )
+    target = TargetFeatures(config.target, parts, taps, max_tokens=max(2048, config.data.row_length))
     counts = count_tokens(train, parts.vocab_size)
     vocab = frequent_tokens(train, parts.vocab_size, config.drafter.draft_vocab_size)
     mask = config.drafter.mask_token_id
@@ -63,7 +56,7 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         reserved = frozenset(int(token) for token in tokenizer.all_special_ids)
         mask = mask_token(counts, reserved)
     network = build_network(
-        config.drafter, config.target, target.parts, vocab, mask, identify(config.target, tokenizer)
+        config.drafter, config.target, parts, vocab, mask, identify(config.target, tokenizer)
     )
     trained = sum(parameter.numel() for parameter in network.parameters())
     say(f"{len(train.documents)} documents of {train.num_tokens} tokens, {int(counts.sum())} to be predicted")
@@ -74,7 +67,7 @@ def make_trainer(config: TrainConfig, processes: Processes) -> Trainer:
         if found.any():
             say(f"the draft vocabulary covers {coverage(found, network.vocab):.2%} of the tokens of {group}")
     features, held_out_features = (_provider(config, target, corpus, say) for corpus in (train, held_out))
-    step = _step(config, network, target.parts)
+    step = _step(config, network, parts)
     return Trainer(config, processes, network, step, train, held_out, features, held_out_features)
 
 
