@@ -24,7 +24,7 @@ def random_drafter(
     """One layer (block drafters: two) of the target's width, the same on every call."""
     torch.manual_seed(7)
     hidden = target.hidden_size
-    head_dim = 16
+    head_dim = min(64, hidden // 4)
     shape = LayerShape(hidden, 2 * hidden, hidden // head_dim, hidden // head_dim, head_dim, 1e-6, 1e4)
     common = {
         "kind": kind,

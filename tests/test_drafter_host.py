@@ -160,3 +160,13 @@ def test_a_step_whose_lengths_do_not_add_up_is_refused():
 def test_a_drafter_that_contradicts_itself_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         DrafterInfo(**({"name": "x", "keeps_drafts": False, "shares_blocks": True} | values))
+
+
+def test_a_target_without_the_layers_or_of_another_size_is_refused():
+    info = DrafterInfo("x", False, True, (0, 5), 8)
+    info.check_target(num_layers=6, hidden_bytes=8)
+    with pytest.raises(ValueError, match=r"'x': tap_ids are \[0, 5\], but the target has layers 0 to 4"):
+        info.check_target(num_layers=5, hidden_bytes=8)
+    with pytest.raises(ValueError, match="'x': hidden_bytes is 8, but those of the target are 4"):
+        info.check_target(num_layers=6, hidden_bytes=4)
+    DrafterInfo("y", False, False).check_target(num_layers=1, hidden_bytes=4)

@@ -35,7 +35,7 @@ class EngineConfig(BaseModel):
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: target and draft_model with 8-bit weights, for CPUs with AVX512-BF16"
+        "none", description="int8: target and drafters with 8-bit weights, for CPUs with AVX512-BF16"
     )
     draft_model: str = Field(
         "", description="id or folder of the small causal LM behind drafter 'draft_model'"

@@ -18,6 +18,7 @@ from angelspec_backend.core.request import Sequence
 from angelspec_backend.core.step import ScheduledRow
 
 NO_TOKEN = -1
+NO_STATES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
 class Drafting:
@@ -53,7 +54,9 @@ class Drafting:
         # A drafter that is far behind catches up in pieces, not in one endless step.
         self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
         limits = [
-            min(seq.request.num_draft_tokens, seq.num_wanted - 1) if self.drafter_of(seq) else 0
+            min(seq.request.num_draft_tokens, seq.num_wanted - 1)
+            if self.alive and seq.drafter != NO_DRAFTER
+            else 0
             for seq in decoding
         ]
         if not self._config.adaptive_drafts or not any(limits):
@@ -65,14 +68,13 @@ class Drafting:
         right, found = np.array(chances).T
         return self._policy.choose(right, found, np.array(limits)).tolist()
 
-    def plan_feed(self, seq: Sequence, num_tokens: int, drafting: bool) -> tuple[int, bool]:
+    def plan_feed(
+        self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
+    ) -> tuple[int, bool]:
         """Positions to feed while the target computes num_tokens; whether the drafter can draft then.
 
         A hidden-state drafter cannot be fed what the target only computes in this step.
         """
-        drafter = self.drafter_of(seq)
-        if drafter is None:
-            return 0, False
         missing = seq.num_computed - seq.num_fed + (0 if drafter.tap_ids else num_tokens)
         too_many = bool(drafter.tap_ids) and missing > self._config.max_waiting_states
         num_feed = min(missing, self._budget) if drafting or too_many else 0
@@ -94,16 +96,22 @@ class Drafting:
                     row.seq.drafter, row.seq.record, row.num_draft_tokens, drafted, max(sampled - 1, 0)
                 )
 
-    def advance(self, row: ScheduledRow, accepted: int, drafted: int, states: NDArray[np.uint8]) -> None:
+    def advance(
+        self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]
+    ) -> None:
         """Move what is fed past a row whose tokens have been computed and whose blocks have been published.
 
         states: the bytes of the row's new hidden states.
+
+        Raises:
+            ValueError: they are not as many as the target was asked for.
         """
-        seq, drafter, fed_before = row.seq, row.drafter, row.seq.num_fed
-        if drafter is None:
-            return
+        seq, fed_before = row.seq, row.seq.num_fed
         seq.num_fed += row.num_feed
         if drafter.tap_ids:
+            expected = (row.num_tokens + accepted) * drafter.bytes_per_token
+            if len(states) != expected:
+                raise ValueError(f"hidden_states: expected {expected} bytes for a row, got {len(states)}")
             seq.waiting_states.drop(row.num_feed)
             # A copy: the message that brought them would live as long as the last of them.
             seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
@@ -155,17 +163,11 @@ class Drafting:
 
 
 def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
-    """The bytes of each row's new hidden states.
-
-    Raises:
-        ValueError: the target returned more or less than was asked for.
-    """
-    lens = np.array(
-        [
-            row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
-            for row, sampled in zip(rows, output.lens.tolist(), strict=True)
-        ]
-    )
-    if lens.sum() != len(output.hidden_states):
-        raise ValueError(f"hidden_states: expected {lens.sum()} bytes, got {len(output.hidden_states)}")
-    return split_rows(output.hidden_states, lens)
+    """The bytes of each row's new hidden states."""
+    if len(output.hidden_states) == 0:
+        return [NO_STATES] * len(rows)
+    lens = [
+        row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
+        for row, sampled in zip(rows, output.lens.tolist(), strict=True)
+    ]
+    return split_rows(output.hidden_states, np.array(lens))

@@ -34,6 +34,25 @@ class DrafterInfo:
         """Bytes of hidden states fed with each token."""
         return len(self.tap_ids) * self.hidden_bytes
 
+    def check_target(self, num_layers: int, hidden_bytes: int) -> None:
+        """Refuse a target that does not put out what the drafter reads.
+
+        num_layers: of the target; hidden_bytes: of one of its hidden states.
+
+        Raises:
+            ValueError: the layer or the size that differs.
+        """
+        if max(self.tap_ids, default=0) >= num_layers:
+            raise ValueError(
+                f"drafter '{self.name}': tap_ids are {list(self.tap_ids)}, but the target has layers 0 to "
+                f"{num_layers - 1}"
+            )
+        if self.tap_ids and self.hidden_bytes != hidden_bytes:
+            raise ValueError(
+                f"drafter '{self.name}': hidden_bytes is {self.hidden_bytes}, but those of the target are "
+                f"{hidden_bytes}; dtype must be the same for drafter and target"
+            )
+
 
 @dataclass(frozen=True)
 class LoopConfig:

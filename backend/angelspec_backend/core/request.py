@@ -61,6 +61,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        # The drafter's index, NO_DRAFTER when the request is decoded autoregressively.
+        self.drafter = self.request.drafter if self.request.num_draft_tokens > 0 else NO_DRAFTER
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -79,11 +81,6 @@ class Sequence:
     def num_wanted(self) -> int:
         """Tokens that may still be generated."""
         return self.request.max_tokens - self.num_output_tokens
-
-    @property
-    def drafter(self) -> int:
-        """The drafter's index, NO_DRAFTER when the request is decoded autoregressively."""
-        return self.request.drafter if self.request.num_draft_tokens > 0 else NO_DRAFTER
 
     def expired(self, now: float) -> bool:
         """Whether the request's deadline has passed; ``now`` by time.monotonic()."""

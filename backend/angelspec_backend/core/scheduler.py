@@ -174,8 +174,9 @@ class Scheduler:
         """A row for a running sequence, with its blocks; None when it was preempted itself."""
         num_tokens = min(seq.num_uncomputed, budget)
         known = seq.num_computed + num_tokens
-        num_feed, can_draft = self._drafting.plan_feed(seq, num_tokens, drafts > 0)
-        drafter = self._drafting.drafter_of(seq)
+        drafter, num_feed, can_draft = self._drafting.drafter_of(seq), 0, False
+        if drafter:
+            num_feed, can_draft = self._drafting.plan_feed(seq, drafter, num_tokens, drafts > 0)
         drafts = min(drafts, budget - num_tokens) if can_draft else 0
         if drafter and drafts and not self._blocks.grow(seq.table, known + max(drafts, drafter.lookahead)):
             drafts = 0
@@ -210,7 +211,8 @@ class Scheduler:
         if self.config.prefix_caching:
             # The end of a request may cut off tokens that were accepted.
             self._blocks.publish(seq.table, seq.token_ids, min(seq.num_computed, len(seq.token_ids)))
-        self._drafting.advance(row, accepted, drafted, states)
+        if row.drafter:
+            self._drafting.advance(row, row.drafter, accepted, drafted, states)
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1

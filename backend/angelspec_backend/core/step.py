@@ -35,7 +35,7 @@ class ScheduledRow:
     @property
     def catches_up(self) -> bool:
         """Whether the drafter gets more hidden states than a decoding step brings, which takes longer."""
-        return bool(self.tap_ids) and self.num_feed > self.seq.request.num_draft_tokens + 1
+        return self.num_feed > self.seq.request.num_draft_tokens + 1 and bool(self.tap_ids)
 
     def num_committed(self, num_sampled: int) -> int:
         """Tokens whose hidden states hold, when so many were sampled: the last one is not computed yet."""
@@ -48,12 +48,12 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
     tap_ids: list[int] = []
     states: list[NDArray[np.uint8]] = []
     for row in rows:
-        seq, sampling = row.seq, row.seq.request.sampling
+        seq, sampling, taps = row.seq, row.seq.request.sampling, row.tap_ids
         token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
-        begin = seq.num_fed + (1 if row.tap_ids else 0)  # with hidden states goes the token behind them
+        begin = seq.num_fed + (1 if taps else 0)  # with hidden states goes the token behind them
         feed += seq.token_ids[begin : begin + row.num_feed]
-        if row.tap_ids:
-            tap_ids += row.tap_ids
+        if taps:
+            tap_ids += taps
             states += seq.waiting_states.first(row.num_feed)
         records.append(
             (
@@ -70,7 +70,7 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
-                len(row.tap_ids),
+                len(taps),
                 sampling.seed,
             )
         )

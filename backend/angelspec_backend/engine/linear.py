@@ -16,12 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from angelspec_backend.engine.linear_int8 import Int8Matmul
+from angelspec_backend.engine import native
+from angelspec_backend.engine.linear_native import NativeMatmul
 
 _log = logging.getLogger(__name__)
 
 ROW_RANGES = ((2, 512), (2, 256), (2, 128), (2, 64), (2, 32), (16, 16))
 """Row counts (lowest, highest) that one kernel call may get, best first; the last is one fixed shape."""
+
+ANY_ROWS = (1, 1 << 30)
+"""The row range of the native kernels, which compute every row by itself."""
 
 ROW_COUNTS = (2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 """Row counts that kernels are called with; others are padded.  For every count it meets oneDNN takes
@@ -43,10 +47,10 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.row_range: tuple[int, int] | None = None
         if weight.device.type == "cpu":
-            self.row_range = find_row_range(
-                *weight.shape, weight.dtype, torch.get_num_threads(), quantization
-            )
             self._matmul = _best_matmul(weight.detach(), self.bias, quantization)
+            self.row_range = ANY_ROWS
+            if not isinstance(self._matmul, NativeMatmul):
+                self.row_range = find_row_range(*weight.shape, weight.dtype, torch.get_num_threads())
         else:
             self.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
@@ -59,6 +63,8 @@ class PackedLinear(nn.Module):
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         if not len(x):
             return x.new_empty(0, self.out_features)
+        if isinstance(self._matmul, NativeMatmul):
+            return self._matmul(x.contiguous())
         if low <= len(x) <= high:
             return _padded(self._matmul, x.contiguous(), high)
         return _in_chunks(self._matmul, x, low, high)
@@ -90,7 +96,7 @@ def _bias_or_zeros(linear: nn.Linear) -> Tensor:
 
 @functools.cache
 def find_row_range(
-    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, quantization: str = "none"
+    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int
 ) -> tuple[int, int]:
     """The widest of ROW_RANGES in which a row of this shape is the same to the bit for every row count.
 
@@ -102,7 +108,7 @@ def find_row_range(
         return torch.randn(shape, generator=generator).to(dtype)
 
     weight = normal(out_features, 8) @ normal(8, in_features)  # full randn would take seconds
-    matmul = _best_matmul(weight, None, quantization)
+    matmul = _packed_matmul(weight, None)
     for low, high in ROW_RANGES:
         if _rows_agree(matmul, normal(high, in_features), low):
             return low, high
@@ -128,8 +134,11 @@ def _rows_agree(matmul: Callable[[Tensor], Tensor], x: Tensor, low: int) -> bool
 
 
 def _best_matmul(weight: Tensor, bias: Tensor | None, quantization: str) -> Callable[[Tensor], Tensor]:
-    if quantization == "int8" and weight.dtype == torch.bfloat16:  # what a model keeps in fp32 stays so
-        return Int8Matmul(weight, bias)
+    if weight.dtype == torch.bfloat16:  # what a model keeps in fp32 stays so
+        quantized = quantization == "int8"
+        # Without AMX oneDNN is as fast as the kernel for bf16 weights.
+        if quantized or native.linear_kernel() == "amx":
+            return NativeMatmul(weight, bias, quantized=quantized)
     return _packed_matmul(weight, bias)
 
 
@@ -154,12 +163,16 @@ def _in_chunks(matmul: Callable[[Tensor], Tensor], rows: Tensor, low: int, high:
 
 
 def padded_rows(n: int) -> int:
-    """The row count that n rows are padded to."""
+    """The row count that a batch of n rows is best padded to, so that the layers need not; at least 2."""
+    return max(n, 2) if native.linear_kernel() == "amx" else _row_count(n)
+
+
+def _row_count(n: int) -> int:
     index = bisect.bisect_left(ROW_COUNTS, n)
     return ROW_COUNTS[index] if index < len(ROW_COUNTS) else n
 
 
 def _padded(matmul: Callable[[Tensor], Tensor], x: Tensor, high: int) -> Tensor:
     """matmul in a call of one of ROW_COUNTS, at most high, or as many rows as x has."""
-    padding = min(padded_rows(len(x)), high) - len(x)
+    padding = min(_row_count(len(x)), high) - len(x)
     return matmul(F.pad(x, (0, 0, 0, padding)))[: len(x)] if padding > 0 else matmul(x)

@@ -3,7 +3,7 @@
 // dtype: 0 = fp32, 1 = bf16.  bf16 is widened, computed in fp32, and rounded where the Hugging Face modules
 // round.  Matrices are row-major; a stride is in elements.
 #include "native_attention.h"
-#include "native_int8.h"
+#include "native_linear.h"
 
 // Elements below which one thread does it alone: waking sleeping threads takes tens of microseconds.
 constexpr long PARALLEL_NORM = 1 << 18, PARALLEL_ROPE = 1 << 16, PARALLEL_SILU = 1 << 16;
@@ -139,11 +139,11 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
         silu_and_mul_rows((const float*)gate_up, (float*)out, rows, inter, num_threads);
 }
 
-int angelspec_int8_kernel() { return best_int8_kernel(); }
+int angelspec_linear_kernel() { return best_linear_kernel(); }
 
-void angelspec_int8_linear(const Int8Args* args) {
-#if defined(ANGELSPEC_INT8)
-    int8_linear(*args);
+void angelspec_linear(const LinearArgs* args) {
+#if defined(ANGELSPEC_LINEAR)
+    linear(*args);
 #endif
 }
 }

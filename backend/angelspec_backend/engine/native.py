@@ -56,18 +56,18 @@ class RopeArgs(ctypes.Structure):
     )
 
 
-class Int8Args(ctypes.Structure):
-    """Mirrors Int8Args in native_int8.h; the tensors must outlive the call."""
+class LinearArgs(ctypes.Structure):
+    """Mirrors LinearArgs in native_linear.h; the tensors must outlive the call."""
 
     _fields_ = (
         *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],
         *[(name, _long) for name in ("rows", "in_features", "out_features")],
-        *[(name, _int) for name in ("kernel", "num_threads")],
+        *[(name, _int) for name in ("weight_bits", "kernel", "num_threads")],
     )
 
 
-INT8_KERNELS = ("none", "avx512", "amx")
-"""Kernels of native_int8.h, the faster ones later."""
+LINEAR_KERNELS = ("none", "avx512", "amx")
+"""Kernels of native_linear.h, the faster ones later."""
 
 
 def available() -> bool:
@@ -127,14 +127,14 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)
-def int8_kernel() -> str:
-    """The fastest of INT8_KERNELS that this machine has: "amx", "avx512", or "none"."""
-    return INT8_KERNELS[_library().angelspec_int8_kernel()] if available() else "none"
+def linear_kernel() -> str:
+    """The fastest of LINEAR_KERNELS that this machine has: "amx", "avx512", or "none"."""
+    return LINEAR_KERNELS[_library().angelspec_linear_kernel()] if available() else "none"
 
 
-def int8_linear(args: Int8Args) -> None:
-    """See ``linear_int8.Int8Matmul``, which packs the weight and fills in the arguments."""
-    _library().angelspec_int8_linear(args)
+def linear(args: LinearArgs) -> None:
+    """See ``linear_native.NativeMatmul``, which packs the weight and fills in the arguments."""
+    _library().angelspec_linear(args)
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,12 +164,12 @@ def _load(path: Path) -> ctypes.CDLL:
         "rope_and_cache": [ctypes.POINTER(RopeArgs), _int],
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
-        "int8_linear": [ctypes.POINTER(Int8Args)],
+        "linear": [ctypes.POINTER(LinearArgs)],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, f"angelspec_{name}")
         function.argtypes, function.restype = argtypes, None
-    library.angelspec_int8_kernel.restype = _int
+    library.angelspec_linear_kernel.restype = _int
     return library
 
 

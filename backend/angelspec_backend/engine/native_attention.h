@@ -132,7 +132,9 @@ struct Attention {
         }
     }
 
-    void run(const Task& t, Scratch& s) const {
+    // next: the task that this thread will run after this one, or null.
+    void run(const Task& t, Scratch& s, const Task* next = nullptr) const {
+        if (next) prefetch(*next, next->begin, next->end - next->begin < TILE ? next->end - next->begin : TILE);
         load_query(t, s.tile);
         if (t.state) return segment(t, t.begin, t.end, s.tile, State(t.state, t.count));
         State part(s.part, t.count), whole(s.whole, t.count);
@@ -219,19 +221,18 @@ static void attend(const AttentionArgs& args) {
         work += (double)(tasks[i].end - tasks[i].begin) * (1 + tasks[i].count / 8);
         if (segments(tasks[i]) > longest) longest = segments(tasks[i]);
     }
-    int num_threads = work < 4096 ? 1 : args.num_threads;  // waking sleeping threads takes as long
+    int num_threads = work < 2048 ? 1 : args.num_threads;  // waking sleeping threads takes as long
     if (num_threads > 1 && longest > 1 && n < 4 * num_threads) {
         attend_split(op, tasks, n, num_threads);
-    } else if (num_threads > 1) {
-#pragma omp parallel num_threads(num_threads)
+    } else {
+        // Neighbouring tasks go to one thread, which can ask for the next one's memory ahead of time.
+        const int chunk = n >= 32 * num_threads ? 8 : 1;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
             typename Op::Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-            for (int i = 0; i < n; i++) op.run(tasks[i], scratch);
+#pragma omp for schedule(dynamic, chunk)
+            for (int i = 0; i < n; i++) op.run(tasks[i], scratch, chunk > 1 && i + 1 < n ? tasks + i + 1 : nullptr);
         }
-    } else {
-        typename Op::Scratch scratch;
-        for (int i = 0; i < n; i++) op.run(tasks[i], scratch);
     }
     free(tasks);
     long row = (long)args.num_heads * args.value_dim, used = args.query_start[args.num_rows];

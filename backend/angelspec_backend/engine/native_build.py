@@ -14,7 +14,7 @@ SOURCES = (
     "native_attention.h",
     "native_amx.h",
     "native_fma.h",
-    "native_int8.h",
+    "native_linear.h",
     "native_tile.h",
     "native_simd.h",
 )

@@ -16,7 +16,7 @@ from angelspec_backend.engine.checkpoint import Checkpoint
 from angelspec_backend.engine.cuda_graphs import CudaGraphs
 from angelspec_backend.engine.graph_shapes import GraphShapes
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
-from angelspec_backend.engine.linear_int8 import QuantizationError, check_supported
+from angelspec_backend.engine.linear_native import QuantizationError, check_supported
 from angelspec_backend.engine.loader import (
     LoadError,
     UnsupportedAttention,

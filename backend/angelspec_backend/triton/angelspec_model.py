@@ -138,6 +138,8 @@ class TritonPythonModel:
             )
         if info.pool != target.pool:
             raise ConfigError(f"drafter has {info.pool}, target has {target.pool}; they share block ids")
+        for drafter in info.drafters:
+            drafter.check_target(target.num_layers, target.hidden_bytes)
         return info.drafters
 
 

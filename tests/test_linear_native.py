@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights: close to the exact product, and rows that do not depend on each other."""
+"""Linear layers of the native kernels: close to the exact product, rows that do not depend on each other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from angelspec_backend.core.config import ConfigError, EngineConfig, load_config
-from angelspec_backend.engine import linear_int8, native
+from angelspec_backend.engine import linear_native, native
 from angelspec_backend.engine.hf_model import HuggingFaceModel
 from angelspec_backend.engine.linear import PackedLinear, fuse
-from angelspec_backend.engine.linear_int8 import Int8Matmul, QuantizationError, quantize
+from angelspec_backend.engine.linear_native import NativeMatmul, QuantizationError, quantize
 from angelspec_backend.engine.llama import FusedLlama
 from angelspec_backend.engine.loader import LoadError
 from angelspec_backend.engine.runner import ModelRunner
@@ -22,13 +22,13 @@ from families import tiny_model
 
 BLOCKS = {"num_blocks": 16, "block_size": 8}
 SHAPES = ((96, 64), (960, 576), (576, 1536), (199, 40), (1, 1), (33, 31))
-has_int8 = pytest.mark.skipif(native.int8_kernel() == "none", reason="no AVX512-BF16")
+has_kernels = pytest.mark.skipif(native.linear_kernel() == "none", reason="no AVX512-BF16")
 
 
 def kernels() -> list[str]:
     """The kernels of this machine; AMX machines can run the other one too."""
-    best = native.INT8_KERNELS.index(native.int8_kernel())
-    return list(native.INT8_KERNELS[1 : best + 1]) or ["none"]
+    best = native.LINEAR_KERNELS.index(native.linear_kernel())
+    return list(native.LINEAR_KERNELS[1 : best + 1]) or ["none"]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,14 +48,27 @@ def test_a_quantized_weight_is_within_half_a_step_of_the_weight(out_features, in
     assert (codes.abs().amax(1)[nonzero] == 127).all()
 
 
-@has_int8
+@has_kernels
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_product_with_bf16_weights_is_exact_but_for_rounding(shape, bias, kernel):
+    weight, x = normal(*shape), normal(70, shape[1], seed=1)
+    offset = normal(shape[0], seed=2) if bias else None
+    out = NativeMatmul(weight, offset, quantized=False, kernel=kernel)(x).double()
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    sizes = x.double().abs() @ weight.double().abs().T
+    assert ((out - exact).abs() <= exact.abs() * 2**-8 + sizes * 1e-5).all()
+
+
+@has_kernels
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_product_is_that_of_the_rounded_weights_and_within_its_bound_of_fp32(shape, bias, kernel):
     weight, x = normal(*shape), normal(70, shape[1], seed=1)
     offset = normal(shape[0], seed=2) if bias else None
-    out = Int8Matmul(weight, offset, kernel)(x).double()
+    out = NativeMatmul(weight, offset, quantized=True, kernel=kernel)(x).double()
     codes, scale = quantize(weight)
     added = 0 if offset is None else offset.double()
     rounded = x.double() @ (codes.double() * scale.double()[:, None]).T + added
@@ -67,11 +80,13 @@ def test_the_product_is_that_of_the_rounded_weights_and_within_its_bound_of_fp32
     assert ((out - exact).abs() <= bound * 1.001 + rounding + 1e-5).all()
 
 
-@has_int8
+@has_kernels
 @pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_is_the_same_to_the_bit_for_any_number_of_rows_and_threads(shape, kernel):
-    matmul, x = Int8Matmul(normal(*shape), normal(shape[0], seed=2), kernel), normal(512, shape[1], seed=1)
+def test_a_row_is_the_same_to_the_bit_for_any_number_of_rows_and_threads(shape, quantized, kernel):
+    matmul = NativeMatmul(normal(*shape), normal(shape[0], seed=2), quantized=quantized, kernel=kernel)
+    x = normal(512, shape[1], seed=1)
     whole, threads = matmul(x), torch.get_num_threads()
     try:
         for num_threads in (1, 2):
@@ -85,10 +100,11 @@ def test_a_row_is_the_same_to_the_bit_for_any_number_of_rows_and_threads(shape, 
         torch.set_num_threads(threads)
 
 
-@has_int8
+@has_kernels
 @pytest.mark.parametrize("kernel", kernels())
-def test_neighbouring_rows_do_not_matter_even_when_not_finite(kernel):
-    matmul, x = Int8Matmul(normal(96, 64), None, kernel), normal(40, 64)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_neighbouring_rows_do_not_matter_even_when_not_finite(quantized, kernel):
+    matmul, x = NativeMatmul(normal(96, 64), None, quantized=quantized, kernel=kernel), normal(40, 64)
     expected = matmul(x)
     x[10], x[30] = float("nan"), float("inf")
     keep = [i for i in range(40) if i not in (10, 30)]
@@ -97,7 +113,7 @@ def test_neighbouring_rows_do_not_matter_even_when_not_finite(kernel):
     assert not out[[10, 30]].isfinite().any()
 
 
-@has_int8
+@has_kernels
 def test_tiles_of_other_kernels_in_the_same_thread_are_left_right():
     plain, rounded = PackedLinear(normal(96, 64)), PackedLinear(normal(96, 64), None, "int8")
     x = normal(64, 64)
@@ -107,15 +123,15 @@ def test_tiles_of_other_kernels_in_the_same_thread_are_left_right():
         assert torch.equal(plain(x[:count]), expected[0][:count])
 
 
-@has_int8
+@has_kernels
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 33, 600])
 def test_a_packed_layer_takes_any_number_of_rows(num_rows):
     layer, x = nn.Linear(64, 96).bfloat16(), normal(600, 64)
-    expected = Int8Matmul(layer.weight.detach(), layer.bias.detach())(x)
+    expected = NativeMatmul(layer.weight.detach(), layer.bias.detach(), quantized=True)(x)
     assert torch.equal(fuse(layer, quantization="int8")(x[:num_rows]), expected[:num_rows])
 
 
-@has_int8
+@has_kernels
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_quantized_model_is_batch_invariant_and_close_to_the_plain_one(family, fused):
@@ -139,8 +155,8 @@ def test_what_the_kernels_do_not_compute_is_refused_with_the_reason(monkeypatch)
     with pytest.raises(LoadError, match="needs dtype bfloat16, got float32"):
         ModelRunner(tiny_model("llama"), **BLOCKS, quantization="int8")
     with pytest.raises(QuantizationError, match="is for the CPU; this model is on 'cuda'"):
-        linear_int8.check_supported(torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr(native, "int8_kernel", lambda: "none")
+        linear_native.check_supported(torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(native, "linear_kernel", lambda: "none")
     with pytest.raises(LoadError, match="needs g\\+\\+ and a CPU with AVX512-BF16"):
         ModelRunner(tiny_model("llama", torch.bfloat16), **BLOCKS, quantization="int8")
 

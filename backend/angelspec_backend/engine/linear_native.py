@@ -1,8 +1,11 @@
-"""Linear layers whose weights take 8 bits: half the memory traffic of bf16, which bounds small batches.
+"""Linear layers computed by the native kernels, with weights of bf16 or of 8 bits.
 
-A weight is an integer of -127 to 127 times a scale per output channel (symmetric; the largest magnitude
-of a channel becomes 127).  Such integers are exact in bf16, so activations stay bf16, and the products
-are summed as in a bf16 layer; the scale multiplies the sum.  CPU only.
+With 8 bits a weight is an integer of -127 to 127 times a scale per output channel (symmetric; the largest
+magnitude of a channel becomes 127): half the memory traffic of bf16, which bounds small batches.  Such
+integers are exact in bf16, so activations stay bf16, and the products are summed as in a bf16 layer; the
+scale multiplies the sum.
+
+An output is one sum over the inputs in ascending order, so a row is the same for any number of rows.
 """
 
 from __future__ import annotations
@@ -21,26 +24,32 @@ class QuantizationError(ValueError):
     """The weights cannot be quantized here; the message says why."""
 
 
-class Int8Matmul:
-    """x @ weight.T + bias with the weight rounded to 8 bits.
+class NativeMatmul:
+    """x @ weight.T + bias for bf16 tensors on the CPU.
 
-    weight: [out_features, in_features] bf16; bias: [out_features] bf16 or None.  ``kernel`` is one of
-    native.INT8_KERNELS, by default the best of this machine; rows do not depend on each other with any, but
-    kernels round differently.  Needs what ``check_supported`` checks.
+    weight: [out_features, in_features]; bias: [out_features] or None.  quantized: round the weight to 8
+    bits.  ``kernel`` is one of native.LINEAR_KERNELS, by default the best of this machine; kernels round
+    differently.  Needs what ``check_supported`` checks.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: str = "") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantized: bool, kernel: str = "") -> None:
         self.out_features, self.in_features = weight.shape
-        codes, scale = quantize(weight)
         self._padding = -self.in_features % BLOCK
-        self._weight, self._scale, self._bias = pack(codes), scale, bias  # the kernel reads their memory
-        self._args = native.Int8Args(
+        self._scale: Tensor | None = None
+        if quantized:
+            codes, self._scale = quantize(weight)
+            self._weight = pack_codes(codes)
+        else:
+            self._weight = pack(weight)
+        self._bias = bias
+        self._args = native.LinearArgs(  # the kernel reads the tensors' memory
             weight=self._weight.data_ptr(),
-            scale=scale.data_ptr(),
+            scale=None if self._scale is None else self._scale.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             in_features=self.in_features + self._padding,
             out_features=self.out_features,
-            kernel=native.INT8_KERNELS.index(kernel or native.int8_kernel()),
+            weight_bits=8 if quantized else 16,
+            kernel=native.LINEAR_KERNELS.index(kernel or native.linear_kernel()),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,7 +60,7 @@ class Int8Matmul:
         args = self._args
         args.x, args.out, args.rows = x.data_ptr(), out.data_ptr(), len(x)
         args.num_threads = torch.get_num_threads()
-        native.int8_linear(args)
+        native.linear(args)
         return out
 
 
@@ -67,7 +76,7 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
         raise QuantizationError(
             f"quantization 'int8' needs dtype bfloat16, got {str(dtype).removeprefix('torch.')}"
         )
-    if native.int8_kernel() == "none":
+    if native.linear_kernel() == "none":
         raise QuantizationError("quantization 'int8' needs g++ and a CPU with AVX512-BF16 and AVX512-VBMI")
 
 
@@ -83,8 +92,20 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
-def pack(codes: Tensor) -> Tensor:
-    """The order in which the kernels read a weight: uint8, sign bit and magnitude.
+def pack(weight: Tensor) -> Tensor:
+    """The order in which the kernels read a weight: of each step two tiles of pairs of inputs.
+
+    weight: bf16 [out_features, in_features] -> [blocks of 32 outputs, steps of 32 inputs, 1024]
+    """
+    out_features, in_features = weight.shape
+    weight = F.pad(weight.detach(), (0, -in_features % BLOCK, 0, -out_features % BLOCK))
+    blocks, steps = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
+    pieces = weight.view(blocks, 2, 16, steps, 16, 2)  # tile, output, step, pair, parity
+    return pieces.permute(0, 3, 1, 4, 2, 5).reshape(blocks, steps, BLOCK * BLOCK)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """The order in which the kernels read 8-bit weights: uint8, sign bit and magnitude.
 
     codes: int8 [out_features, in_features] -> [blocks of 32 outputs, steps of 32 inputs, 1024]
     """

@@ -1,4 +1,4 @@
-// Linear layers with 8-bit weights: the weights widen to bf16 on their way, products and sums are those of bf16.
+// Linear layers with weights of bf16, or of 8 bits that widen to bf16 on their way; products and sums are those of bf16.
 //
 // An output is one sum over the inputs in ascending order, with a fixed instruction, whatever the number of
 // rows; so a row does not depend on the rows beside it.  Two kernels: AMX tiles, and AVX-512 dot products
@@ -9,20 +9,20 @@
 
 #include "native_amx.h"
 
-enum Int8Kernel { INT8_NONE, INT8_AVX512, INT8_AMX };  // mirrored by native.INT8_KERNELS
+enum LinearKernel { LINEAR_NONE, LINEAR_AVX512, LINEAR_AMX };  // mirrored by native.LINEAR_KERNELS
 
-struct Int8Args {         // mirrored by native.Int8Args
+struct LinearArgs {       // mirrored by native.LinearArgs
     const bf16* x;        // [rows, in_features], dense
-    const uint8_t* weight;  // [blocks][steps][1024] in the order of linear_int8.pack, sign and magnitude
-    const float* scale;   // [out_features], one per output
+    const void* weight;   // [blocks][steps][PANEL], bf16 or bytes as linear_native packs them
+    const float* scale;   // [out_features], one per output, or null
     const bf16* bias;     // [out_features] or null
     bf16* out;            // [rows, out_features]
     int64_t rows, in_features, out_features;  // in_features: a multiple of STEP
-    int32_t kernel, num_threads;
+    int32_t weight_bits, kernel, num_threads;  // weight_bits: 8 or 16
 };
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define ANGELSPEC_INT8 1
+#define ANGELSPEC_LINEAR 1
 
 constexpr int STEP = 32;          // inputs in one step of the sum
 constexpr int OUTPUTS = 32;       // outputs computed together: two tiles of 16
@@ -62,18 +62,18 @@ static inline void widen_step(const uint8_t* from, bf16* to) {
 }
 
 // The sums of a block of rows with a block of outputs, on their way to the output.
-struct Int8Sums {
+struct BlockSums {
     alignas(64) float sums[ROWS * OUTPUTS];
     long row = 0, count = 0, done = 0;  // rows stored
 
     // Scale, add the bias, round and store the rows until `end`, for the outputs from `output` on.
-    void finish(const Int8Args& a, long output, long end) {
+    void finish(const LinearArgs& a, long output, long end) {
         const long n = a.out_features - output;  // OUTPUTS or more, or what is left
         const uint32_t here = n >= OUTPUTS ? ~0u : (1u << n) - 1;
         const __mmask16 masks[2] = {(__mmask16)here, (__mmask16)(here >> 16)};
         __m512 scale[2], bias[2] = {};
         for (int half = 0; half < 2; half++) {
-            scale[half] = _mm512_maskz_loadu_ps(masks[half], a.scale + output + half * 16);
+            scale[half] = a.scale ? _mm512_maskz_loadu_ps(masks[half], a.scale + output + half * 16) : _mm512_set1_ps(1);
             if (!a.bias) continue;
             __m256i narrow = _mm256_maskz_loadu_epi16(masks[half], a.bias + output + half * 16);
             bias[half] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
@@ -88,27 +88,42 @@ struct Int8Sums {
     }
 };
 
-// The sums of `count` rows with one block of outputs -> sums [count][OUTPUTS].  The weights of the block are
-// widened into the panel if `fresh`, else they are there; its steps repeat after `ring`.
-struct Int8Block {
-    const Int8Args& args;
+// Where a block's weights are read from, step by step; `ready(k)` is called before step k is first used.
+struct WideWeights {  // bf16: from where they are; the memory is asked early
+    const bf16* weight;
+    const bf16* step(long k) const { return weight + k * PANEL; }
+    void ready(long k) const {
+        for (long i = 0; i < PANEL; i += 32) _mm_prefetch((const char*)(step(k + 3) + i), _MM_HINT_T0);
+    }
+};
+
+struct NarrowWeights {  // 8 bits: widened into a panel whose steps repeat after `ring`
     const uint8_t* weight;
     bf16* panel;
-    long ring, output;
+    long ring, steps;
+    const bf16* step(long k) const { return panel + k % ring * PANEL; }
+    void ready(long k) const {
+        if (k < steps) widen_step(weight + k * PANEL, panel + k % ring * PANEL);
+    }
+};
+
+// The sums of `count` rows with one block of outputs -> sums [count][OUTPUTS].  `fresh`: the block's weights are
+// used for the first time.
+template <class Weights>
+struct LinearBlock {
+    const LinearArgs& args;
+    Weights weights;
+    long output;
 
     long steps() const { return args.in_features / STEP; }
-    bf16* step(long k) const { return panel + k % ring * PANEL; }
-    void widen(long k) const {
-        if (k < steps()) widen_step(weight + k * PANEL, step(k));
-    }
 
     template <int N>
     void dot(const bf16* x, bool fresh, float* sums) const {
         __m512 acc[N][2] = {};
-        if (fresh) widen(0);
+        if (fresh) weights.ready(0);
         for (long k = 0; k < steps(); k++) {
-            if (fresh) widen(k + 1);
-            const bf16* w = step(k);
+            if (fresh) weights.ready(k + 1);
+            const bf16* w = weights.step(k);
             for (int pair = 0; pair < STEP / 2; pair++) {
                 __m512bh a = (__m512bh)_mm512_load_si512(w + pair * 32);
                 __m512bh b = (__m512bh)_mm512_load_si512(w + PANEL / 2 + pair * 32);
@@ -136,7 +151,7 @@ struct Int8Block {
 
 #if defined(__AMX_BF16__)
     template <bool SECOND>  // whether there are rows for a second tile
-    void tiles(const bf16* x, bool fresh, float* sums, Int8Sums& earlier) const {
+    void tiles(const bf16* x, bool fresh, float* sums, BlockSums& earlier) const {
         const long stride = args.in_features * sizeof(bf16);
         _tile_zero(0);
         _tile_zero(1);
@@ -144,12 +159,12 @@ struct Int8Block {
             _tile_zero(2);
             _tile_zero(3);
         }
-        if (fresh) widen(0);
+        if (fresh) weights.ready(0);
         for (long k = 0; k < steps(); k++, x += STEP) {
-            if (fresh) widen(k + 1);
+            if (fresh) weights.ready(k + 1);
             earlier.finish(args, output, (k + 1) * ROWS / steps());  // spread, so that no store has to wait
             asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
-            const bf16* w = step(k);
+            const bf16* w = weights.step(k);
             _tile_loadd(4, x, stride);
             _tile_loadd(6, w, 64);
             _tile_loadd(7, w + PANEL / 2, 64);
@@ -172,44 +187,54 @@ struct Int8Block {
 #endif
 };
 
-static void int8_block(const Int8Args& a, long block, bf16* panel, long ring, long* configured) {
-    Int8Sums buffers[2];
-    Int8Block op{a, a.weight + block * (a.in_features / STEP) * PANEL, panel, ring, block * OUTPUTS};
+template <class Weights>
+static void linear_block(const LinearArgs& a, long block, Weights weights, BlockSums buffers[2], long* configured) {
+    LinearBlock<Weights> op{a, weights, block * OUTPUTS};
     for (long row = 0, i = 0; row < a.rows; row += ROWS, i ^= 1) {
         long count = a.rows - row < ROWS ? a.rows - row : ROWS;
         const bf16* x = a.x + row * a.in_features;
-        Int8Sums &now = buffers[i], &earlier = buffers[i ^ 1];
+        BlockSums &now = buffers[i], &earlier = buffers[i ^ 1];
 #if defined(__AMX_BF16__)
-        if (a.kernel == INT8_AMX) {
+        if (a.kernel == LINEAR_AMX) {
             if (*configured != count) {
                 const long first = count < TILE_ROWS ? count : TILE_ROWS, second = count - first;
                 const long rows[8] = {first, first, second, second, first, second, 16, 16};
                 configure_tiles(rows);
                 *configured = count;
             }
-            count > TILE_ROWS ? op.tiles<true>(x, row == 0, now.sums, earlier)
-                              : op.tiles<false>(x, row == 0, now.sums, earlier);
+            count > TILE_ROWS ? op.template tiles<true>(x, row == 0, now.sums, earlier)
+                              : op.template tiles<false>(x, row == 0, now.sums, earlier);
         }
 #endif
-        if (a.kernel == INT8_AVX512) op.dots(x, count, row == 0, now.sums);
+        if (a.kernel == LINEAR_AVX512) op.dots(x, count, row == 0, now.sums);
         earlier.finish(a, op.output, ROWS);
         now.row = row, now.count = count, now.done = 0;
     }
-    for (Int8Sums& sums : buffers) sums.finish(a, op.output, ROWS);
+    for (int i = 0; i < 2; i++) buffers[i].finish(a, op.output, ROWS);
 }
 
-static void int8_linear(const Int8Args& a) {
+static void linear(const LinearArgs& a) {
     const long blocks = (a.out_features + OUTPUTS - 1) / OUTPUTS, steps = a.in_features / STEP;
     // When no later rows read the widened weights again, few of them are kept.
-    const bool once = a.kernel == INT8_AMX ? a.rows <= ROWS : a.rows <= 8 && (a.rows & (a.rows - 1)) == 0;
+    const bool once = a.kernel == LINEAR_AMX ? a.rows <= ROWS : a.rows <= 8 && (a.rows & (a.rows - 1)) == 0;
     const long ring = once && steps > RING ? RING : steps;
 #pragma omp parallel num_threads(a.num_threads)
     {
         alignas(64) bf16 small[RING * PANEL];
-        bf16* panel = ring <= RING ? small : (bf16*)aligned_alloc(64, ring * PANEL * sizeof(bf16));
+        bf16* panel = small;
+        if (a.weight_bits == 8 && ring > RING) panel = (bf16*)aligned_alloc(64, ring * PANEL * sizeof(bf16));
+        BlockSums buffers[2];
         long configured = 0;
 #pragma omp for schedule(static)
-        for (long block = 0; block < blocks; block++) int8_block(a, block, panel, ring, &configured);
+        for (long block = 0; block < blocks; block++) {
+            const long at = block * steps * PANEL;
+            if (a.weight_bits == 8) {
+                NarrowWeights weights{(const uint8_t*)a.weight + at, panel, ring, steps};
+                linear_block(a, block, weights, buffers, &configured);
+            } else {
+                linear_block(a, block, WideWeights{(const bf16*)a.weight + at}, buffers, &configured);
+            }
+        }
 #if defined(__AMX_BF16__)
         if (configured) { _tile_release(); }
 #endif
@@ -218,10 +243,11 @@ static void int8_linear(const Int8Args& a) {
 }
 #endif
 
-static Int8Kernel best_int8_kernel() {
-#if defined(ANGELSPEC_INT8)
-    return amx_allowed() ? INT8_AMX : INT8_AVX512;
+// The best kernel for this CPU.
+static LinearKernel best_linear_kernel() {
+#if defined(ANGELSPEC_LINEAR)
+    return amx_allowed() ? LINEAR_AMX : LINEAR_AVX512;
 #else
-    return INT8_NONE;
+    return LINEAR_NONE;
 #endif
 }
