@@ -17,7 +17,7 @@ THIRD_PARTY = {
     "core": {"numpy", "pydantic", "yaml"},
     "engine": {"numpy", "torch", "transformers", "safetensors", "triton"},  # the language, not the server
     "drafters": {"numpy", "torch", "transformers", "safetensors", "huggingface_hub", "pydantic"},
-    "training": {"numpy", "torch", "transformers", "safetensors", "jinja2"},
+    "training": {"numpy", "torch", "transformers", "jinja2", "pydantic", "yaml", "rich", "matplotlib"},
     "triton": {"numpy", "torch", "transformers", "jinja2", "triton_python_backend_utils"},
     "client": {"numpy", "tritonclient", "typer", "rich", "grpc"},
 }
