@@ -14,7 +14,7 @@ from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
-from angelspec_backend.drafters.base import DrafterHost, describe
+from angelspec_backend.drafters.base import DrafterHost
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
@@ -34,7 +34,7 @@ class Load:
             **POOL,
             max_context=200,
             eos_token_ids=frozenset(),
-            drafters=tuple(describe(each) for each in drafters),
+            drafters=tuple(each.info for each in drafters),
             max_num_seqs=MAX_NUM_SEQS,
             max_batch_tokens=32,
         )
