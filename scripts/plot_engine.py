@@ -29,7 +29,8 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        cells = {(cell["context"], cell["rows"], cell["new_tokens"]): cell for cell in lines}
+        steps = [line for line in lines if "prefill_tokens" not in line]
+        cells = {(cell["context"], cell["rows"], cell["new_tokens"]): cell for cell in steps}
     except (OSError, ValueError, KeyError) as error:
         raise SystemExit(f"{path} holds no lines of benchmark_engine: {error}") from None
     if not cells:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from angelspec_backend.core.messages import ROW
-from angelspec_backend.engine import sampler
+from angelspec_backend.engine import native, sampler
 from angelspec_backend.engine.device_sampler import sample_on_device
 from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys, uniform
 from angelspec_backend.engine.sampler import SamplingRows, sample
@@ -332,3 +332,20 @@ def test_parameters_spread_over_the_logits_rows_of_their_sequence():
     assert spread.top_k.tolist() == [0, 2, 2, 2]
     assert spread.top_p.tolist() == [1, 0.25, 0.25, 0.25]
     assert spread.min_p.tolist() == [0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.integers(1, 5),
+    st.sampled_from([1, 7, 15, 16, 17, 100, 4099]),
+    st.integers(0, 10_000),
+)
+def test_the_native_argmax_is_the_first_of_the_largest(dtype, rows, n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 3, (rows, n), generator=generator).to(dtype)
+    logits[torch.rand(rows, n, generator=generator) < 0.3] = float("nan")
+    logits[0] = -torch.inf if seed % 3 == 0 else logits[0]
+    expected = np.nan_to_num(logits.float().numpy(), nan=-np.inf, neginf=-np.inf).argmax(1)
+    assert native.argmax(logits).tolist() == expected.tolist()

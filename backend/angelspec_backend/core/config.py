@@ -59,6 +59,9 @@ class EngineConfig(BaseModel):
     prefix_caching: bool = Field(True, description="keep KV blocks of finished requests for equal prefixes")
     max_num_seqs: int = Field(64, ge=1, le=1024, description="sequences computed at a time")
     max_batch_tokens: int = Field(512, ge=2, le=1 << 16, description="known tokens computed in a step")
+    max_slowdown: float = Field(
+        2.6, ge=1, le=100, description="a step with prompt chunks takes at most so many times one without"
+    )
     max_queue_size: int = Field(256, ge=0, le=1 << 20, description="requests waiting beyond the running ones")
     drain_timeout: float = Field(30.0, ge=0, le=86400, description="seconds running streams get at shutdown")
 

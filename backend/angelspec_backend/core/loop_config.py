@@ -67,7 +67,7 @@ class LoopConfig:
     max_batch_tokens: int = 512
     max_queue_size: int = 256
     adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
-    max_slowdown: float = 2.2  # of steps that decode, by the prompt chunks computed in them
+    max_slowdown: float = 2.6  # of steps that decode, by the prompt chunks computed in them
     prefix_caching: bool = True  # do not compute again what another sequence began with
     max_waiting_states: int = 128  # positions of a sequence whose hidden states may wait for drafting
 

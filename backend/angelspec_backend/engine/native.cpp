@@ -108,6 +108,29 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
     });
 }
 
+// The lowest index of the largest value; NaN counts as none.
+template <class T>
+static long argmax(const T* x, long n) {
+    f32v tops = splat(-__builtin_inff());
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        f32v v = load(x + i);
+        tops = v > tops ? v : tops;
+    }
+    float top;
+    max_lanes<1>(&tops, &top);
+    for (; i < n; i++) {
+        float v = load(x + i, 1)[0];
+        top = v > top ? v : top;
+    }
+    for (i = 0; i < n; i += LANES) {
+        i32v hit = load(x + i, n - i) == splat(top);
+        for (long j = 0; j < LANES && i + j < n; j++)
+            if (hit[j]) return i + j;
+    }
+    return 0;
+}
+
 extern "C" {
 
 void angelspec_paged_attention(const AttentionArgs* args, int dtype) {
@@ -137,6 +160,13 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
         silu_and_mul_rows((const bf16*)gate_up, (bf16*)out, rows, inter, num_threads);
     else
         silu_and_mul_rows((const float*)gate_up, (float*)out, rows, inter, num_threads);
+}
+
+// logits: [rows, n] -> out: [rows]
+void angelspec_argmax(const void* logits, int32_t* out, long rows, long n, int num_threads, int dtype) {
+    for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
+        out[r] = dtype ? argmax((const bf16*)logits + r * n, n) : argmax((const float*)logits + r * n, n);
+    });
 }
 
 int angelspec_linear_kernel() { return best_linear_kernel(); }

@@ -126,6 +126,20 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Per row the lowest index of the largest value, NaN counting as none.
+
+    logits: [num_rows, n] bf16 or fp32 on the CPU.  Returns [num_rows] int32.
+    """
+    logits = logits.contiguous()
+    rows, n = logits.shape
+    out = torch.empty(rows, dtype=torch.int32)
+    _library().angelspec_argmax(
+        logits.data_ptr(), out.data_ptr(), rows, n, torch.get_num_threads(), _DTYPES[logits.dtype]
+    )
+    return out
+
+
 @functools.lru_cache(maxsize=1)
 def linear_kernel() -> str:
     """The fastest of LINEAR_KERNELS that this machine has: "amx", "avx512", or "none"."""
@@ -163,6 +177,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "paged_attention": [ctypes.POINTER(AttentionArgs), _int],
         "rope_and_cache": [ctypes.POINTER(RopeArgs), _int],
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
+        "argmax": [_pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
         "linear": [ctypes.POINTER(LinearArgs)],
     }

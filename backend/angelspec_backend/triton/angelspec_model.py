@@ -163,6 +163,7 @@ def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[Drafte
         max_batch_tokens=config.max_batch_tokens,
         max_queue_size=config.max_queue_size,
         adaptive_drafts=config.adaptive_drafts,
+        max_slowdown=config.max_slowdown,
         prefix_caching=config.prefix_caching,
     )
 
