@@ -10,11 +10,16 @@ medians are compared.  One JSON line per cell goes to --out, a table to the term
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+# As the server sets them.  Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
 import torch
 from rich.console import Console

@@ -1,6 +1,6 @@
 """Start the server and measure what its users feel: start-up, prefix cache, fairness, memory.
 
-    python scripts/benchmark_serving.py [--measures start,memory,prefix,fairness] [--config FILE] [--out FILE]
+    python scripts/benchmark_serving.py [--measures start,memory,...] [--config FILE] [--out FILE]
 
 Every figure has a bar that it must not exceed:
 
@@ -9,6 +9,7 @@ memory    MB of the target's process beyond its weights and the KV blocks in use
           still grows by, KV apart, when the load is repeated
 prefix    time to the first token of a prompt whose long prefix is cached, as a share of the cold time
 fairness  inter-token p99 of running streams while a long prompt is computed, as a multiple of without
+overhead  ms of a decoding step outside the target: the loop, the messages, the calls between models, the text
 
 A line of JSON per figure goes to --out, a table to the terminal; the exit status is 1 if a bar is missed.
 """
@@ -39,11 +40,19 @@ from prepare_target import PrepareError
 from server import ServerError, TritonServer
 from server_config import build_config
 from server_options import ServerOptions
-from serving_load import Prompts, measure_fairness, measure_prefix, run_round, time_to_first_token
+from serving_load import (
+    Prompts,
+    measure_fairness,
+    measure_overhead,
+    measure_prefix,
+    run_round,
+    time_to_first_token,
+)
 from serving_memory import MB, PROCESSES, kv_bytes, read_server, weight_bytes
 
-MEASURES = ("start", "memory", "prefix", "fairness")
+MEASURES = ("start", "memory", "prefix", "fairness", "overhead")
 START_BAR, OVERHEAD_BAR, GROWTH_BAR, PREFIX_BAR, FAIRNESS_BAR = 20.0, 400.0, 20.0, 0.15, 3.0
+OVERHEAD_MS_BARS = {1: 1.0, 64: 3.0}  # by streams
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,9 @@ class Bench:
             yield from asyncio.run(self._memory(server))
         elif name == "prefix":
             yield asyncio.run(self._prefix(server))
+        elif name == "overhead":
+            for num_streams, bar in OVERHEAD_MS_BARS.items():
+                yield asyncio.run(self._overhead(server, num_streams, bar))
         else:
             for num_streams in self.options.streams:
                 yield asyncio.run(self._fairness(server, num_streams))
@@ -150,6 +162,16 @@ class Bench:
         details |= {"prompt_ttft_ms": [1e3 * seconds for seconds in seen.ttft_s]}
         details |= {"drafter": options.drafter, "prompt": options.prompt}
         return Figure("fairness", f"{num_streams} streams", beside / alone, "x", FAIRNESS_BAR, details)
+
+    async def _overhead(self, server: TritonServer, num_streams: int, bar: float) -> Figure:
+        stats = server.options.url(server.options.http_port, "v2/models/target/stats")
+        async with connect(server) as client:
+            seen = [
+                await measure_overhead(client, stats, self.prompts, num_streams)
+                for _ in range(self.options.repeats)
+            ]
+        outside, step = (1e3 * statistics.median(values) for values in zip(*seen, strict=True))
+        return Figure("overhead", f"{num_streams} streams", outside, "ms", bar, {"step_ms": step})
 
 
 def connect(server: TritonServer) -> AsyncGrpcClient:

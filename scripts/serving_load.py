@@ -6,7 +6,9 @@ Prompts are random token ids: their length is exact, and no two share a prefix b
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,3 +141,28 @@ async def run_round(
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
     return generations
+
+
+async def measure_overhead(
+    client: AsyncGrpcClient, stats_url: str, prompts: Prompts, num_streams: int, tokens: int = 96
+) -> tuple[float, float]:
+    """Seconds of a step outside the target, and of a whole step, while so many streams decode without drafts.
+
+    stats_url: where Triton counts the target's requests and the time they took.
+    """
+    streams = [Arrivals() for _ in range(num_streams)]
+    options = OPTIONS | {"max_tokens": tokens, "drafter": "none"}
+    begun = [client.stream(input_ids=prompts.tokens(20), **options) for _ in streams]
+    tasks = [asyncio.create_task(each.follow(stream)) for each, stream in zip(streams, begun, strict=True)]
+    seen = []
+    for count in (tokens // 4, 3 * tokens // 4):  # all have begun, none has ended
+        while any(sum(each.counts) < count for each in streams):
+            await asyncio.sleep(0.001)
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(stats_url).read())
+        (model,) = json.loads(text)["model_stats"]
+        success = model["inference_stats"]["success"]
+        seen.append((time.perf_counter(), success["count"], success["ns"] * 1e-9))
+    await asyncio.gather(*tasks)
+    (begin, steps_before, busy_before), (end, steps, busy) = seen
+    num_steps = steps - steps_before
+    return (end - begin - (busy - busy_before)) / num_steps, (end - begin) / num_steps
