@@ -74,7 +74,8 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def with_lengths(case):
     lens = case.batch.query_start.diff()
-    return replace(case, batch=replace(case.batch, max_query=int(lens.max())))
+    num_used = int(case.batch.query_start[-1])
+    return replace(case, batch=replace(case.batch, max_query=int(lens.max()), num_used=num_used))
 
 
 @settings(max_examples=25, deadline=None)

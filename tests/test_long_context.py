@@ -54,15 +54,15 @@ class Recorder:
         self.logits: list[torch.Tensor] = []
         self.tokens: list[int] = []
         self.num_computed = 0
-        forward = runner.forward
+        forward = runner.forward_with_taps
 
-        def record(batch):
-            logits = forward(batch)
+        def record(batch, taps):
+            logits, states = forward(batch, taps)
             self.logits.append(logits)
-            return logits
+            return logits, states
 
         engine = TargetEngine(runner)
-        engine.runner.forward = record
+        engine.runner.forward_with_taps = record
         config = LoopConfig(
             **POOL,
             max_context=8192,
