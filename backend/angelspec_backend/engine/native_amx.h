@@ -22,7 +22,7 @@ static bool amx_allowed() {
 
 constexpr int TILE_ROWS = 16;  // of an AMX tile
 
-// The tile registers of a thread, all of `first` or `second` rows of 64 bytes: 0-3 sums, 4-5 left, 6-7 right factors.
+// The tile registers of a thread, rows[i] rows of 64 bytes each: 0-3 are for sums, 4-5 left, 6-7 right factors.
 static void configure_tiles(const long rows[8]) {
     struct alignas(64) {
         uint8_t palette = 1, start = 0, reserved[14] = {};
