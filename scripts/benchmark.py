@@ -55,7 +55,7 @@ class Plan:
 
 async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[str, Any]]:
     """Run everything, and yield each cell when it is complete."""
-    sender = connect(plan.server, plan.protocol, timeout=plan.timeout, concurrency=max(plan.concurrency))
+    sender = connect(plan.server, plan.protocol, timeout=plan.timeout)
     answers = Answers()
     for concurrency in plan.concurrency:
         size = plan.requests or max(16, 2 * concurrency)

@@ -1,6 +1,6 @@
 """Closed-loop load on a running server: C requests in flight until all are answered.
 
-    sender = connect("127.0.0.1:8001", "grpc", concurrency=16)
+    sender = connect("127.0.0.1:8001", "grpc")
     await warm_up(sender, requests, 16)
     window = await run_window(sender, requests, 16)
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from angelspec_client import AngelSpecError, AsyncGrpcClient, Generation, HttpClient, ServerError
+from angelspec_client import AngelSpecError, AsyncGrpcClient, AsyncHttpClient, Generation, ServerError
+from angelspec_client.async_client import AsyncClient
 
 DEFAULT_SERVERS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
 PROTOCOLS = tuple(DEFAULT_SERVERS)
@@ -69,11 +69,11 @@ class Sender(Protocol):
         """Give the connection up."""
 
 
-class GrpcSender:
-    """Over gRPC, a stream per request on one channel."""
+class ClientSender:
+    """Sends over a client of the client library."""
 
-    def __init__(self, server: str, timeout: float) -> None:
-        self._client = AsyncGrpcClient(server, timeout=timeout)
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
 
     async def send(self, request: Request) -> Generation:
         return await self._client.stream(messages=request.prompt, **request.options).read()
@@ -82,29 +82,13 @@ class GrpcSender:
         await self._client.close()
 
 
-class HttpSender:
-    """Over generate_stream, a thread per request in flight."""
-
-    def __init__(self, server: str, timeout: float, concurrency: int) -> None:
-        self._client = HttpClient(server, timeout=timeout)
-        self._threads = ThreadPoolExecutor(concurrency)
-
-    async def send(self, request: Request) -> Generation:
-        stream = self._client.stream(messages=request.prompt, **request.options)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, stream.read)
-
-    async def close(self) -> None:
-        self._threads.shutdown(wait=False)
-
-
-def connect(server: str, protocol: str = "grpc", *, timeout: float = 600.0, concurrency: int = 64) -> Sender:
+def connect(server: str, protocol: str = "grpc", *, timeout: float = 600.0) -> Sender:
     """A sender to server, a host:port; make it and use it inside one event loop.
 
-    protocol: grpc or http.  timeout: seconds per request.  concurrency: requests in flight at most.
+    protocol: grpc or http; http costs this process a third per token.  timeout: seconds per request.
     """
-    if protocol == "http":
-        return HttpSender(server, timeout, concurrency)
-    return GrpcSender(server, timeout)
+    client = AsyncHttpClient if protocol == "http" else AsyncGrpcClient
+    return ClientSender(client(server, timeout=timeout))
 
 
 async def run_window(sender: Sender, requests: Sequence[Request], concurrency: int) -> Window:

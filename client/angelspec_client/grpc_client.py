@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-from tritonclient.grpc import InferInput, InferResult, service_pb2, service_pb2_grpc
+import numpy as np
+from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
+from tritonclient.utils import triton_to_np_dtype
 
 from angelspec_client.client import DEFAULT_MODEL, Client
 from angelspec_client.errors import (
@@ -108,12 +110,21 @@ def decode(response: Any, received: bool) -> Outputs:
     """
     if response.error_message:
         raise from_message(response.error_message, received)
-    result = InferResult(response.infer_response)
-    outputs = {}
-    for output in response.infer_response.outputs:
-        values = result.as_numpy(output.name).reshape(-1).tolist()
-        outputs[output.name] = [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values]
-    return outputs
+    answer = response.infer_response
+    contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    return {output.name: _read_tensor(output.datatype, content) for output, content in contents}
+
+
+def _read_tensor(datatype: str, content: bytes) -> list[Any]:
+    """The values of a tensor.  InferResult does the same for arrays of any shape, at five times the cost."""
+    if datatype != "BYTES":
+        return np.frombuffer(content, triton_to_np_dtype(datatype)).tolist()
+    texts, at = [], 0
+    while at < len(content):
+        begin = at + 4
+        at = begin + int.from_bytes(content[at:begin], "little")
+        texts.append(content[begin:at].decode("utf-8", "replace"))
+    return texts
 
 
 def from_rpc_error(error: Any, server: str) -> AngelSpecError:
