@@ -1,7 +1,7 @@
 """perf_analyzer and AIPerf beside our own load, on a running server: same requests, same numbers in flight.
 
-    python scripts/run_standard_tools.py --tokenizer models/SmolLM2-135M-Instruct --concurrency 4,8,16,32,64 \\
-        --perf-analyzer scripts/perf_analyzer.sh --aiperf peers/aiperf/bin/aiperf --out tools.jsonl
+    python scripts/run_standard_tools.py --concurrency 4,8,16,32,64 --aiperf peers/aiperf/bin/aiperf \\
+        --tokenizer models/SmolLM2-135M-Instruct --out tools.jsonl
 
 Closed loop in every tool.  The tools take turns, window by window, so that a slow phase of the machine hits
 them alike: load (ours, gRPC), perf_analyzer (gRPC), load-http (ours, HTTP), aiperf (HTTP).  One JSON line
@@ -12,63 +12,35 @@ figures mean.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.task_sets import Prompt, PromptError, load_prompts
 from rich.console import Console
 
 import tool_aiperf
 import tool_perf_analyzer
 from angelspec_client import AngelSpecError
-from benchmark_options import counts, names
-from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from benchmark_report import AR, describe_machine, to_line
 from load import Request, Sender, connect, run_window, warm_up
 from server_counters import CountersError, read_counters
 from tool_runs import Measured, ToolError, from_generations
+from tools_options import Plan, read_plan
 from tools_report import ToolWindow, make_record, make_table
 
-ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ("load", "perf_analyzer", "load-http", "aiperf")
 TABLE_WIDTH = 150
 CONSOLE = Console(stderr=True, highlight=False)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    grpc: str  # host:port
-    http: str  # host:port
-    metrics: str  # URL of the server's counters
-    tools: tuple[str, ...]
-    perf_analyzer: str  # how it is called
-    aiperf: str  # how it is called
-    tokenizer: Path | None  # folder; AIPerf counts tokens with it
-    prompts: Path
-    modes: tuple[str, ...]  # names of drafters, none for AR
-    concurrency: tuple[int, ...]
-    requests: int  # per window; 0: max(16, 2 * concurrency)
-    windows: int
-    max_tokens: int
-    timeout: float  # seconds per run of a tool
-    work: Path  # folder of the tools' files
-    out: Path | None
-
-
 async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[str, Any]]:
     """Run everything, and yield the records of a concurrency when it is complete."""
-    most = max(plan.concurrency)
     senders = {
         "load": connect(plan.grpc, "grpc", timeout=plan.timeout),
-        "load-http": connect(plan.http, "http", timeout=plan.timeout, concurrency=most),
+        "load-http": connect(plan.http, "http", timeout=plan.timeout),
     }
     for concurrency in plan.concurrency:
         cells: dict[tuple[str, str], list[ToolWindow]] = {}
@@ -117,10 +89,11 @@ def make_requests(plan: Plan, prompts: Sequence[Prompt], mode: str, numbers: ran
     options = {"max_tokens": plan.max_tokens, "ignore_eos": True, "temperature": 0.0, "drafter": mode}
     if mode == AR:
         options["num_draft_tokens"] = 0
-    return [
-        Request(number, prompts[number % len(prompts)], options=options | {"seed": number})
-        for number in numbers
-    ]
+    requests = []
+    for number in numbers:
+        prompt = prompts[number % len(prompts)]
+        requests.append(Request(number, prompt.messages, prompt.task, options | {"seed": number}))
+    return requests
 
 
 def show_progress(what: str, measured: Measured) -> None:
@@ -130,52 +103,16 @@ def show_progress(what: str, measured: Measured) -> None:
         CONSOLE.print(f"  {measured.failed} failed, the first: {measured.first_error}", markup=False)
 
 
-def read_plan(arguments: Sequence[str]) -> Plan:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--grpc", default="127.0.0.1:8001", metavar="HOST:PORT", help="the server's gRPC port")
-    add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="the server's HTTP port")
-    add("--metrics", default="http://127.0.0.1:8002/metrics", metavar="URL", help="the server's counters")
-    add("--tools", type=names, default=TOOLS, help=f"some of {','.join(TOOLS)}")
-    add("--perf-analyzer", default=str(ROOT / "scripts" / "perf_analyzer.sh"), help="how it is called")
-    add("--aiperf", default="aiperf", help="how it is called")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="the target's; AIPerf counts tokens with it")
-    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="a JSONL file, or a directory of them")
-    add("--modes", type=names, default=(AR,), help="drafters, none for AR: none,ngram")
-    add("--concurrency", type=counts, default=(4, 8, 16, 32, 64), help="requests in flight: 4,8,16,32,64")
-    add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
-    add("--windows", type=int, default=1, help="how often every cell is measured")
-    add("--max-tokens", type=int, default=128)
-    add("--timeout", type=float, default=900.0, help="seconds per run of a tool")
-    add("--work", type=Path, default=ROOT / "run" / "tools", help="folder of the tools' files")
-    add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
-    plan = Plan(**vars(parser.parse_args(arguments)))
-    if unknown := set(plan.tools) - set(TOOLS):
-        parser.error(f"--tools: unknown {', '.join(sorted(unknown))}; allowed: {', '.join(TOOLS)}")
-    if plan.windows < 1 or (plan.requests and plan.requests < max(plan.concurrency)):
-        parser.error("--windows must be at least 1, --requests 0 or at least as many as are in flight")
-    if "aiperf" in plan.tools and (plan.tokenizer is None or not plan.tokenizer.is_dir()):
-        parser.error(f"aiperf needs --tokenizer, a folder; got {plan.tokenizer}")
-    for tool, command in (("perf_analyzer", plan.perf_analyzer), ("aiperf", plan.aiperf)):
-        program = next(iter(shlex.split(command)), "")
-        if tool in plan.tools and shutil.which(program) is None:
-            parser.error(f"--{tool.replace('_', '-')}: there is no program '{program}'")
-    return plan
-
-
 async def run(plan: Plan) -> None:
     """Measure, write a line per cell, show the table and what the counters say against it."""
     conditions = {
         "experiment": "standard tools",
-        "prompts": plan.prompts.name,
+        "prompts": [Path(source).name for source in plan.prompts],
         "max_tokens": plan.max_tokens,
         **describe_machine(),
     }
     records = []
-    async for record in measure(plan, load_prompts(plan.prompts)):
+    async for record in measure(plan, load_prompts(*plan.prompts)):
         records.append(record)
         line = to_line(record | conditions)
         if plan.out is None:
@@ -192,8 +129,9 @@ async def run(plan: Plan) -> None:
 
 def main() -> int:
     """Returns the exit status."""
+    plan = read_plan(sys.argv[1:], __doc__ or "")
     try:
-        asyncio.run(run(read_plan(sys.argv[1:])))
+        asyncio.run(run(plan))
     except (AngelSpecError, CountersError, PromptError, ToolError) as error:
         CONSOLE.print(f"run_standard_tools: {error}", style="red", markup=False)
         return 1
