@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
 from benchmark_options import counts, names
-from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
 from load import DEFAULT_SERVERS, Request, Window, connect, run_window, warm_up
 
@@ -77,9 +77,10 @@ async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[s
 
 def make_requests(plan: Plan, prompts: Sequence[Prompt], mode: str, numbers: range) -> list[Request]:
     """The requests of the given numbers; a number has the same prompt and seed in every mode."""
+    drawn = ((number, prompts[number % len(prompts)]) for number in numbers)
     return [
-        Request(number, prompts[number % len(prompts)], "", request_options(plan, mode, number))
-        for number in numbers
+        Request(number, prompt.messages, prompt.task, request_options(plan, mode, number))
+        for number, prompt in drawn
     ]
 
 
@@ -124,7 +125,7 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--server", help="host:port; 127.0.0.1:8001 for gRPC, 127.0.0.1:8000 for HTTP")
     add("--grpc", dest="protocol", action="store_const", const="grpc", default="grpc", help="the default")
     add("--http", dest="protocol", action="store_const", const="http")
-    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="a JSONL file, or a directory of them")
+    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL file, folder of them, or public set")
     add("--modes", type=names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
     add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
