@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sweep_report import (
     choose_best,
     find_cell,
     show_length,
+    speedups,
     task_speedup,
     within,
 )
@@ -96,7 +98,13 @@ def _draw_gain(
     style: dict[str, Any],
     label: str,
 ) -> None:
-    relative = _relative(group, "tokens_per_second")
+    plain = find_cell(group, 0)
+
+    def relative(length: Length) -> float | None:
+        cell = find_cell(group, length)
+        ratios = [] if cell is None else speedups(cell, plain)
+        return statistics.median(ratios) if ratios else None
+
     _draw_line(panel, lengths, relative, style, label)
     best, limit_ms = choose_best(group, limit), limit.p99_ms(group)
     for cell in group:
@@ -124,7 +132,7 @@ def _draw_tasks(panel: Any, groups: dict[int, list[Cell]], lengths: Sequence[Len
     for y, row in enumerate(rows):
         for x, ratio in enumerate(row):
             if ratio == ratio:
-                colour = "white" if abs(ratio - 1) > 0.35 else TEXT
+                colour = "white" if abs(ratio - 1) > 0.25 else TEXT
                 panel.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=7, color=colour)
     panel.set_yticks(range(len(tasks)), tasks, fontsize=8)
     panel.set_xticks(range(len(lengths)), [show_length(length) for length in lengths], fontsize=8)
