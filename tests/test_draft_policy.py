@@ -28,7 +28,8 @@ def test_the_choice_is_the_best_of_all_draft_lengths(rows, base, slope):
     right, found, limits = map(np.array, zip(*rows, strict=True))
     policy = DraftPolicy(1)
     for n in range(1, 16):
-        policy.observe_step(n, base + slope * n)
+        for drafting in (False, True):
+            policy.observe_step(n, base + slope * n, drafting)
 
     def time_per_token(lengths) -> float:
         num_tokens = len(rows) + sum(f * k for f, k in zip(found, lengths, strict=True))
@@ -54,14 +55,16 @@ COSTS = {
 }
 
 
-def simulate(rows: int, rate: float, found: float, cost, lengths, steps: int = 1000) -> float:
-    """Tokens per second; ``lengths(policy, records)`` gives the draft lengths."""
+def simulate(
+    rows: int, rate: float, found: float, cost, lengths, steps: int = 1000, drafter_cost: float = 0.0
+) -> float:
+    """Tokens per second; ``lengths(policy, records)`` gives the draft lengths, drafter_cost is per row."""
     rng = np.random.default_rng(0)
     policy, records = DraftPolicy(1), [Record(fading=0.9) for _ in range(rows)]
     tokens = seconds = 0.0
     for _ in range(steps):
-        verified = rows
-        for own, wanted in zip(records, lengths(policy, records), strict=True):
+        verified, chosen = rows, lengths(policy, records)
+        for own, wanted in zip(records, chosen, strict=True):
             drafted = int(wanted) if rng.random() < found else 0
             accepted = int(np.argmin([*(rng.random(drafted) < rate), False]))
             tokens += 1 + accepted
@@ -69,24 +72,28 @@ def simulate(rows: int, rate: float, found: float, cost, lengths, steps: int = 1
             if wanted:
                 policy.observe_draft(0, own, int(wanted), drafted, accepted)
         spent = cost(verified) * rng.uniform(0.95, 1.05) * (2 if rng.random() < 0.02 else 1)
-        policy.observe_step(verified, spent)
+        spent += drafter_cost * np.count_nonzero(chosen)
+        policy.observe_step(verified, spent, drafting=any(chosen))
         seconds += spent
     return tokens / seconds
 
 
+@pytest.mark.parametrize("drafter_cost", [0.0, 0.5])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 @pytest.mark.parametrize(("rate", "found"), [(0.05, 1.0), (0.5, 1.0), (0.9, 1.0), (0.8, 0.3)])
-def test_it_learns_to_be_about_as_fast_as_the_best_fixed_length(rows, rate, found, cost):
+def test_it_learns_to_be_about_as_fast_as_the_best_fixed_length(rows, rate, found, cost, drafter_cost):
     def adaptive(policy, records):
         right, found = np.array([policy.chances(0, own) for own in records]).T
         return policy.choose(right, found, np.full(rows, 8))
 
+    def fixed_length(k):
+        return lambda policy, records: [k] * rows
+
     fixed = {
-        k: simulate(rows, rate, found, cost, lambda policy, records, k=k: [k] * rows, steps=300)
-        for k in (0, 1, 2, 4, 8)
+        k: simulate(rows, rate, found, cost, fixed_length(k), 300, drafter_cost) for k in (0, 1, 2, 4, 8)
     }
-    speed = simulate(rows, rate, found, cost, adaptive)
+    speed = simulate(rows, rate, found, cost, adaptive, drafter_cost=drafter_cost)
     assert speed > 0.95 * fixed[0], "slower than plain decoding"
     assert speed > 0.88 * max(fixed.values())
 
@@ -94,7 +101,7 @@ def test_it_learns_to_be_about_as_fast_as_the_best_fixed_length(rows, rate, foun
 def test_a_row_that_gains_nothing_does_not_pay_much_for_one_that_does():
     policy = DraftPolicy(1)
     for n in range(1, 40):
-        policy.observe_step(n, 1.0 + 0.1 * n)
+        policy.observe_step(n, 1.0 + 0.1 * n, drafting=n > 1)
     easy_alone = policy.choose(np.array([0.9]), np.ones(1), np.array([8]))[0]
     easy_among_others = policy.choose(np.array([0.9] + [0.0] * 15), np.ones(16), np.array([8] * 16))[0]
     assert easy_alone > easy_among_others
@@ -103,7 +110,7 @@ def test_a_row_that_gains_nothing_does_not_pay_much_for_one_that_does():
 def test_a_hopeless_sequence_is_tried_again_now_and_then():
     policy = DraftPolicy(1)
     for n in (1, 2, 4):
-        policy.observe_step(n, float(n))
+        policy.observe_step(n, float(n), drafting=n > 1)
     chosen = [int(policy.choose(np.array([0.01]), np.ones(1), np.array([4]))[0]) for _ in range(1000)]
     assert 2 <= sum(chosen) <= 20
 

@@ -20,7 +20,8 @@ BUCKETS_PER_OCTAVE = 4
 MAX_AGE = 1024
 """Steps after which a measured time counts no more, so that one bad measurement is not believed for ever."""
 PROBE_INTERVAL = 128
-"""Steps after which every row tries a draft all the same: its text may have become easy."""
+"""Steps after which one is done the other way, with a draft for every row or with none: the texts may have
+become easy, or what is known of the other way may be wrong."""
 FASTER, SLOWER = 0.3, 0.1
 """Weights of a new time below and above what was known: a disturbance only ever makes a step longer."""
 
@@ -79,9 +80,14 @@ class StepTimes:
         tokens += FASTER * (num_tokens - tokens)
         self._buckets[bucket] = (tokens, mean, self._step)
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._buckets)
+
     def estimate(self, num_tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None while nothing is known."""
-        return float(self.predict(np.array([num_tokens]))[0]) if self._buckets else None
+        return float(self.predict(np.array([num_tokens]))[0]) if self.known else None
 
     def predict(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds for steps of so many tokens, [n] -> [n], never falling.
@@ -101,7 +107,9 @@ class DraftPolicy:
     """Chooses draft lengths for all rows of a step, and learns from how the step went."""
 
     def __init__(self, num_drafters: int) -> None:
-        self.times = StepTimes()
+        self.times = StepTimes()  # of all steps
+        # A drafter's own time comes on top of what its drafts cost the target, so such steps count apart.
+        self._plain, self._drafting = StepTimes(), StepTimes()
         self._overall = [Record(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
@@ -132,12 +140,13 @@ class DraftPolicy:
         order = np.argsort(-savings, axis=None, kind="stable")[: int(limits.sum())]
         mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings.flat[order])]) / num_rows
         num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // longest])])
-        best = int(np.argmin(mean_steps * self.times.predict(num_tokens)))
+        best = int(np.argmin(mean_steps * self._seconds(num_tokens)))
         lengths = np.bincount(order[:best] // longest, minlength=num_rows)
-        # All at once, since on some machines the first draft makes the whole step dearer.
         self._num_steps += 1
-        probing = self._num_steps % PROBE_INTERVAL == 0
-        return np.maximum(lengths, np.minimum(limits, int(probing)))
+        if self._num_steps % PROBE_INTERVAL:
+            return lengths
+        # All at once, since on some machines the first draft makes the whole step dearer.
+        return np.zeros_like(limits) if best else np.minimum(limits, 1)
 
     def observe_draft(
         self, drafter: int, own: Record, num_wanted: int, num_drafted: int, num_accepted: int
@@ -146,6 +155,20 @@ class DraftPolicy:
         for record in (own, self._overall[drafter]):
             record.observe(num_wanted, num_drafted, num_accepted)
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took that decoded so many tokens, drafts included, and no prompt."""
+    def observe_step(self, num_tokens: int, seconds: float, drafting: bool) -> None:
+        """Take in how long a step took that decoded so many tokens, drafts included, and no prompt.
+
+        drafting: a drafter was asked for drafts, whether it found some or not.
+        """
         self.times.observe(num_tokens, seconds)
+        (self._drafting if drafting else self._plain).observe(num_tokens, seconds)
+
+    def _seconds(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of a step without drafts, and of steps with more and more of them.
+
+        num_tokens: [n] verified in them -> [n]
+        """
+        plain, drafting = (each if each.known else self.times for each in (self._plain, self._drafting))
+        seconds = plain.predict(num_tokens)  # with drafts it takes no less
+        seconds[1:] = np.maximum(seconds[1:], drafting.predict(num_tokens[1:]))
+        return seconds

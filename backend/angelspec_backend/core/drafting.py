@@ -89,7 +89,8 @@ class Drafting:
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
         if all(row.num_tokens == 1 and not row.catches_up for row in rows):
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
+            drafting = any(row.num_draft_tokens for row in rows)
+            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds, drafting)
         for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
             if row.num_draft_tokens:
                 self._policy.observe_draft(
