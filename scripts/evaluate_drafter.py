@@ -23,12 +23,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
 import torch
+from loadtest.task_sets import PromptError
 from rich.console import Console
 
 from angelspec_backend.core.params import GenerationRequest
 from angelspec_backend.engine.loader import LoadError
 from angelspec_backend.training.progress import ProgressBar
-from benchmark_prompts import PromptError
 from benchmark_report import describe_machine, to_line
 from evaluation_figures import Cost, Wall, cost, same_perplexity, wall, warning
 from evaluation_measure import Answer, ScoringRunner

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from loadtest.task_sets import Messages, PromptError, load_prompts
 
 from angelspec_backend.core.config import DRAFTERS
 from angelspec_backend.core.fields import InvalidRequest
@@ -21,7 +20,6 @@ from angelspec_backend.drafters.spec import BLOCK_KINDS, DrafterSpec
 from angelspec_backend.engine.loader import load_config, load_tokenizer, model_max_context
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.triton.tokenizer import HuggingFaceTokenizer
-from benchmark_prompts import PromptError, load_prompts
 from evaluation_measure import ScoringRunner
 from evaluation_serving import EvaluationError
 
@@ -75,36 +73,22 @@ def read_choice(text: str) -> DrafterChoice:
     return DrafterChoice(label, kind, path)
 
 
-def load_tasks(paths: Sequence[Path], target: str, per_set: int, seed: int, max_tokens: int) -> Tasks:
-    """Prompts by task, which is the name of their file: as many of each, the same for the same seed.
+def load_tasks(sources: Sequence[str], target: str, per_set: int, seed: int, max_tokens: int) -> Tasks:
+    """Prompts by task: as many of each, the same for the same seed.
 
-    paths: JSONL files or folders of them; per_set: prompts of a task, fewer if one has fewer that leave room
-    for max_tokens in the target's context.
+    sources: see ``load_prompts``; per_set: prompts of a task, fewer if one has fewer that leave room for
+    max_tokens in the target's context.
 
     Raises:
-        PromptError, LoadError: a file or the tokenizer cannot be read.
+        PromptError, LoadError: prompts or the tokenizer cannot be read.
     """
-    reader = PromptReader(target)
-    tasks: Tasks = {}
-    for file in (each for path in paths for each in _files(path)):
-        prompts = [reader.read(messages) for messages in load_prompts(file)]
-        short = [prompt for prompt in prompts if len(prompt) + max_tokens <= reader.context]
-        if not short:
-            raise PromptError(
-                f"{file}: no prompt leaves room for {max_tokens} tokens in the target's context of "
-                f"{reader.context}"
-            )
-        random.Random(seed).shuffle(short)
-        tasks[file.stem] = tasks.get(file.stem, []) + short
-    count = min(per_set, *(len(prompts) for prompts in tasks.values()))
-    return {task: prompts[:count] for task, prompts in tasks.items()}
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise PromptError(f"{path} holds no *.jsonl files")
-    return files
+    reader, tasks = PromptReader(target), Tasks()
+    longest = reader.context - max_tokens
+    for prompt in load_prompts(
+        *sources, keep=lambda prompt: len(reader.read(prompt.messages)) <= longest, seed=seed
+    ):
+        tasks.setdefault(prompt.task, []).append(reader.read(prompt.messages))
+    return {task: prompts[:per_set] for task, prompts in tasks.items()}
 
 
 class PromptReader:
@@ -118,7 +102,7 @@ class PromptReader:
         self.context = model_max_context(config)
         self._vocab_size = int(config.get_text_config().vocab_size)
 
-    def read(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    def read(self, messages: Messages) -> tuple[int, ...]:
         """Token ids of a prompt.  Raises PromptError."""
         if self._is_chat:
             values = {"messages": json.dumps(messages)}

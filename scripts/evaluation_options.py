@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from loadtest.task_sets import DEFAULT_PROMPTS
 
 from angelspec_backend.core.params import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from benchmark_options import names
-from benchmark_prompts import DEFAULT_PROMPTS
 from evaluation_models import DrafterChoice, read_choice
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,10 +75,9 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--prompts",
-        type=Path,
         nargs="+",
-        default=[DEFAULT_PROMPTS],
-        help="JSONL files or folders; a file is a task",
+        default=[str(DEFAULT_PROMPTS)],
+        help="JSONL files, folders of them, or names of public sets",
     )
     parser.add_argument("--per-set", type=Between(1, 1 << 20), default=8, help="prompts of a task")
     parser.add_argument("--max-tokens", type=Between(1, 1 << 20), default=128, help="of an answer")
