@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from rich.console import Console
 
 from angelspec_client import AngelSpecError, AsyncGrpcClient, Generation, HttpClient, ServerError
 from benchmark_options import counts, names
-from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from benchmark_report import AR, Answers, Window, describe_machine, make_cell, make_table, to_line
 
 WARM_UP_TOKENS = 8
@@ -70,7 +70,7 @@ class GrpcSender:
         self._client = AsyncGrpcClient(plan.server, timeout=plan.timeout)
 
     async def send(self, prompt: Prompt, options: dict[str, Any]) -> Generation:
-        return await self._client.stream(messages=prompt, **options).read()
+        return await self._client.stream(messages=prompt.messages, **options).read()
 
 
 class HttpSender:
@@ -81,7 +81,7 @@ class HttpSender:
         self._threads = ThreadPoolExecutor(max(plan.concurrency))
 
     async def send(self, prompt: Prompt, options: dict[str, Any]) -> Generation:
-        stream = self._client.stream(messages=prompt, **options)
+        stream = self._client.stream(messages=prompt.messages, **options)
         return await asyncio.get_running_loop().run_in_executor(self._threads, stream.read)
 
 
@@ -181,7 +181,7 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--server", help="host:port; 127.0.0.1:8001 for gRPC, 127.0.0.1:8000 for HTTP")
     add("--grpc", dest="protocol", action="store_const", const="grpc", default="grpc", help="the default")
     add("--http", dest="protocol", action="store_const", const="http")
-    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="a JSONL file, or a directory of them")
+    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL file, folder of them, or public set")
     add("--modes", type=names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
     add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
