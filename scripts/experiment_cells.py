@@ -17,9 +17,9 @@ from angelspec_client import Generation
 from angelspec_client.metrics import percentile, summarize
 from benchmark_report import rounded
 from experiment_config import AR, Experiment
-from experiment_counters import Counters
 from experiment_limits import AR_MODE
 from load import Window
+from server_counters import Counters
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ def make_cell(mode: str, concurrency: int, measured: Sequence[Measured]) -> dict
     generations = [g for window in windows for g in window.generations.values()]
     summary = asdict(summarize(generations))
     latencies = sorted(1000.0 * generation.duration_s for generation in generations)
+    counters = _sum([each.counters for each in measured])
     requests, failed = (sum(len(getattr(w, name)) for w in windows) for name in ("requests", "errors"))
     cell = {
         "mode": mode_name(mode),
@@ -50,13 +51,13 @@ def make_cell(mode: str, concurrency: int, measured: Sequence[Measured]) -> dict
         "tokens_per_second": statistics.median(window.tokens_per_second for window in windows),
         "draft_tokens": sum(g.total_draft_tokens for g in generations),
         "accepted_draft_tokens": sum(g.total_accepted_draft_tokens for g in generations),
-        "acceptance_by_position": _by_position([each.counters for each in measured]),
+        "acceptance_by_position": counters and counters.acceptance_by_position,
         "by_task": {task: _task(group) for task, group in _by_task(windows)},
         "windows": [_window(window) for window in windows],
         "identical": sum(window.identical for window in windows),
         "compared": sum(window.compared for window in windows),
         "harness_cpu_s": sum(window.cpu_s for window in windows),
-        "server": _server([each.counters for each in measured]),
+        "server": _server(counters),
         "memory_mb": _peaks([each.memory_mb for each in measured]),
         "latencies_ms": latencies,
     }
@@ -127,23 +128,14 @@ def _window(window: Window) -> dict[str, Any]:
     }
 
 
-def _by_position(counters: Sequence[Counters | None]) -> list[float] | None:
-    """Of all drafts, the share whose tokens were accepted up to a position and at it."""
+def _sum(counters: Sequence[Counters | None]) -> Counters | None:
     known = [each for each in counters if each is not None]
-    drafts = sum(each.drafts for each in known)
-    if len(known) < len(counters) or not drafts or not any(each.accepted_at for each in known):
-        return None
-    length = max(len(each.accepted_at) for each in known)
-    sums = [sum(each.accepted_at[i] for each in known if i < len(each.accepted_at)) for i in range(length)]
-    return [accepted / drafts for accepted in sums]
+    return sum(known, Counters()) if len(known) == len(counters) else None
 
 
-def _server(counters: Sequence[Counters | None]) -> dict[str, int] | None:
-    known = [each for each in counters if each is not None]
-    if len(known) < len(counters):
-        return None
+def _server(counters: Counters | None) -> dict[str, int] | None:
     names = ("requests", "failed", "output_tokens", "draft_tokens", "accepted_draft_tokens")
-    return {name: sum(getattr(each, name) for each in known) for name in names}
+    return None if counters is None else {name: round(getattr(counters, name)) for name in names}
 
 
 def _peaks(memory_mb: Sequence[Mapping[str, float]]) -> dict[str, float] | None:

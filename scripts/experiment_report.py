@@ -28,7 +28,7 @@ def progress_line(what: str, measured: Measured) -> str:
     if window.errors:
         parts.append(f"{len(window.errors)} failed, the first: {window.errors[0]}")
     if counters is not None and counters.output_tokens != window.output_tokens:
-        parts.append(f"the server counts {counters.output_tokens} tokens, not {window.output_tokens}")
+        parts.append(f"the server counts {counters.output_tokens:.0f} tokens, not {window.output_tokens}")
     return "; ".join(parts)
 
 

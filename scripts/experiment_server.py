@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.metadata
 import json
 import platform
 import re
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,13 +17,12 @@ import angelspec_backend
 from benchmark_report import describe_machine
 from checks import free_ports
 from experiment_config import Experiment, engine_options
-from experiment_counters import Counters, read_counters
-from server import ServerError, TritonServer
+from server import TritonServer
+from server_counters import Counters, read_counters
 from server_options import ROOT, ServerOptions
 from server_processes import stub_pid
 from serving_memory import MB, PROCESSES
 
-_SETTLE_TIMEOUT = 10.0  # seconds until a server that has answered everything must have counted it
 _RESET_PEAK = "5"  # what /proc/PID/clear_refs calls it
 
 
@@ -49,22 +46,9 @@ class Subject:
         """The server's counters once it has nothing to do; None: they are not read.
 
         Raises:
-            ServerError: they cannot be read, or the server does not come to rest.
+            CountersError: they cannot be read.
         """
-        if not self._metrics_url:
-            return None
-        deadline = time.monotonic() + _SETTLE_TIMEOUT
-        while True:
-            try:
-                with urllib.request.urlopen(self._metrics_url, timeout=30) as reply:
-                    counters = read_counters(reply.read().decode())
-            except (OSError, http.client.HTTPException) as error:
-                raise ServerError(f"no metrics at {self._metrics_url}: {error}") from None
-            if not counters.unfinished:
-                return counters
-            if time.monotonic() > deadline:
-                raise ServerError(f"{counters.unfinished} requests of others run on {self.address}")
-            time.sleep(0.1)
+        return read_counters(self._metrics_url) if self._metrics_url else None
 
     def reset_peaks(self) -> None:
         """Let peaks of memory begin anew."""

@@ -40,6 +40,7 @@ from experiment_server import Subject, describe_subject, open_subject
 from load import Request, Sender, connect, run_window, warm_up
 from prepare_target import PrepareError
 from server import ServerError
+from server_counters import CountersError
 
 OWN_PROMPTS = "own"
 BROKEN_LIMIT = 3
@@ -59,7 +60,7 @@ class Runner:
         self._answers = Answers()
 
     async def run(self, results: Results) -> None:
-        """Measure tier by tier.  Raises AngelSpecError, ServerError."""
+        """Measure tier by tier.  Raises AngelSpecError, CountersError, ServerError."""
         about = describe_subject(self._subject, self._experiment.protocol)
         for concurrency in self._experiment.concurrency:
             if modes := results.missing(concurrency):
@@ -97,7 +98,7 @@ class Runner:
             raise window.errors[0]
         after = self._subject.counters()
         self._answers.compare(window)
-        return Measured(window, None if before is None or after is None else after.since(before), peaks)
+        return Measured(window, after - before if before and after else None, peaks)
 
 
 def make_requests(
@@ -185,7 +186,7 @@ def main() -> int:
         return run(parser.parse_intermixed_args())
     except (
         *(OptionsError, PromptError, ResultsError),
-        *(AngelSpecError, CheckError, PrepareError, ServerError),
+        *(AngelSpecError, CheckError, CountersError, PrepareError, ServerError),
     ) as error:
         CONSOLE.print(f"experiment: {error}", style="red", markup=False)
         return 1

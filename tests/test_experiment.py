@@ -17,11 +17,11 @@ from angelspec_client import Chunk, ServerError, Usage
 from angelspec_client.results import assemble
 from experiment_cells import Measured, add_derived, make_cell
 from experiment_config import METRICS, Experiment, differing_keys, engine_options, load_experiment
-from experiment_counters import Counters, read_counters
 from experiment_limits import Limits, check_limits
 from experiment_report import limit_lines, make_table, progress_line
 from experiment_results import Results, ResultsError
 from load import Request, Window
+from server_counters import Counters, parse_counters
 
 EXAMPLES = Path(run_experiment.__file__).parent / "experiments"
 
@@ -208,8 +208,8 @@ def test_shares_of_the_tasks_add_up(seed):
 
 
 def test_memory_is_the_peak_and_counters_are_sums_over_windows():
-    one = Counters(3, 1, 30, 10, 40, 15, (8, 7))
-    two = Counters(2, 0, 20, 5, 20, 5, (4, 1, 1))
+    one = Counters(3, 1, 30, 0, 10, 40, 15, accepted_at=(8, 7, 0, 0))
+    two = Counters(2, 0, 20, 0, 5, 20, 5, accepted_at=(4, 1, 1, 0))
     w = window([generation([0.1] * 3)])
     measured = [Measured(w, one, {"target": 900.0}), Measured(w, two, {"target": 800.0, "drafter": 3.0})]
     cell = make_cell("dfly", 1, measured)
@@ -223,6 +223,18 @@ def test_memory_is_the_peak_and_counters_are_sums_over_windows():
     }
     # Of 15 drafts 12 had their first token accepted, 8 also the second, 1 also the third.
     assert cell["acceptance_by_position"] == pytest.approx([12 / 15, 8 / 15, 1 / 15], abs=1e-4)
+
+
+def test_accepted_tokens_are_read_by_position():
+    name = "angelspec_spec_decode_num_accepted_tokens_per_pos_total"
+    lines = [f'{name}{{position="{i}"}} {max(4 - i, 0)}' for i in (10, 0, 2, 1, *range(3, 10))]
+    page = "\n".join([*lines, "angelspec_output_tokens_total 9", 'angelspec_requests_total{reason="eos"} 1'])
+    page += "\nangelspec_spec_decode_num_drafts_total 5\n"
+    counters = parse_counters(page)
+    assert counters.accepted_at == (4, 3, 2, 1, *[0] * 7)
+    assert (counters + counters).acceptance_by_position == [0.8, 0.6, 0.4, 0.2]
+    assert (counters - counters).acceptance_by_position is None
+    assert parse_counters(page.replace(name, "other")).acceptance_by_position is None
 
 
 def test_what_a_server_does_not_say_is_null():
@@ -251,44 +263,6 @@ def test_speedup_is_the_median_over_pairs_of_windows():
     with console.capture() as capture:
         console.print(table)
     assert "speed-up" in capture.get()
-
-
-# The server's counters
-
-PAGE = """# HELP angelspec_output_tokens_total Generated tokens
-angelspec_output_tokens_total 64017
-angelspec_requests_total{reason="length"} 90
-angelspec_requests_total{reason="eos"} 7
-angelspec_requests_total{reason="cancelled"} 2
-angelspec_requests_total{reason="refused"} 1
-angelspec_spec_decode_num_drafts_total 500
-angelspec_spec_decode_num_draft_tokens_total 2000
-angelspec_spec_decode_num_accepted_tokens_total 700
-angelspec_requests_running 1
-angelspec_requests_waiting 2
-angelspec_request_seconds_sum 17266.87748344001
-nv_inference_count{model="angelspec",version="1"} 5
-"""
-POSITIONS = "".join(
-    f'angelspec_spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {max(400 - 100 * i, 0)}\n'
-    for i in range(12)
-)
-
-
-def test_counters_are_read_from_the_page_of_metrics():
-    assert read_counters(PAGE) == Counters(100, 3, 64017, 500, 2000, 700)
-    assert read_counters(PAGE).unfinished == 3
-    assert read_counters(PAGE + POSITIONS).accepted_at == (400, 300, 200, 100, *[0] * 8)
-
-
-def test_growth_is_a_difference_that_ends_with_the_last_position_that_grew():
-    before = read_counters(PAGE + POSITIONS)
-    after = dataclasses.replace(
-        before, requests=104, failed=4, output_tokens=64117, accepted_at=(410, 305, *before.accepted_at[2:])
-    )
-    grown = after.since(before)
-    assert (grown.requests, grown.failed, grown.output_tokens, grown.drafts) == (4, 1, 100, 0)
-    assert grown.accepted_at == (10, 5)
 
 
 def test_a_line_of_progress_tells_errors_and_other_counts():
