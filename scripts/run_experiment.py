@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("experiment", type=Path, help="YAML file; scripts/experiment_config.py has its keys")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the file's values")
     parser.add_argument("--out", type=Path, help="default: run/experiment-NAME/results.jsonl")
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # stops the server too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the server too
     try:
         return run(parser.parse_intermixed_args())
     except (
