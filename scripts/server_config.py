@@ -35,7 +35,11 @@ def build_config(path: str, target: str, drafter: str) -> tuple[dict[str, Any], 
         CheckError: the file cannot be read, an option is unknown or out of range, a folder is missing.
         PrepareError: the default target cannot be unpacked.
     """
-    options = merge_config(read_config(path), target, drafter)
+    return complete_config(merge_config(read_config(path), target, drafter))
+
+
+def complete_config(options: dict[str, Any]) -> tuple[dict[str, Any], EngineConfig]:
+    """The same for merged options."""
     if not options.get("target"):
         options["target"] = str(prepare_default_target())
     os.environ.pop(CONFIG_ENV, None)  # only the merged options count
