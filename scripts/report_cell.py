@@ -95,11 +95,13 @@ class Cell(Record):
     latencies_ms: tuple[Amount, ...] | None = None  # of whole requests
     acceptance_length: Amount | None = None
     acceptance_by_position: tuple[Share | None, ...] | None = None
-    num_draft_tokens: Count | None = None
+    num_draft_tokens: Count | None = None  # longest draft; without it the settings may say
+    draft_tokens: Count | None = None  # that were verified
     by_task: dict[str, TaskFigures] | None = None
     windows: tuple[Window, ...] | None = None
     identical: Count | None = None
     compared: Count | None = None
+    harness_cpu_s: Amount | None = None  # processor time of the load generator
     server: ServerCounts | None = None
     memory_mb: Annotated[dict[str, Amount] | None, BeforeValidator(_without_nulls)] = None
     hardware: dict[str, Any] | None = None
@@ -151,3 +153,31 @@ class Cell(Record):
     def user_rate(self) -> float:
         """Output tokens per second that one user sees: 1 / TPOT, without it the cell's rate / concurrency."""
         return 1000.0 / self.tpot_p50_ms if self.tpot_p50_ms else self.rate / self.concurrency
+
+    @property
+    def different_share(self) -> float | None:
+        """Answers that differ from the first one to the same request, of those compared."""
+        if not self.compared or self.identical is None:
+            return None
+        return 1.0 - self.identical / self.compared
+
+    @property
+    def drafted(self) -> float | None:
+        """Draft tokens per target step."""
+        if self.draft_tokens is None or not self.acceptance_length or not self.output_tokens:
+            return None
+        return self.draft_tokens * self.acceptance_length / self.output_tokens
+
+    @property
+    def longest_draft(self) -> str | None:
+        """'4 draft tokens', or 'up to 4' where the server shortens drafts; None where nothing says."""
+        settings = self.settings or {}
+        by_mode, engine = (settings.get(name) for name in ("draft_tokens", "engine"))
+        engine = engine if isinstance(engine, dict) else {}
+        length = self.num_draft_tokens
+        if length is None and isinstance(by_mode, dict):
+            length = by_mode.get(self.mode, engine.get("num_draft_tokens"))
+        if not length:
+            return None
+        adaptive = isinstance(by_mode, dict) and engine.get("adaptive_drafts") is not False
+        return f"{'up to ' if adaptive else ''}{length}"

@@ -39,6 +39,11 @@ def summary(results: Results) -> list[str]:
         sentences.append(
             f"{same:,} of {sum(cell.compared or 0 for cell in compared):,} repeated answers are identical"
         )
+    timed = [cell for cell in cells if cell.harness_cpu_s is not None]
+    tokens = sum(cell.output_tokens for cell in timed)
+    if tokens:
+        share = sum(cell.harness_cpu_s or 0.0 for cell in timed) / tokens * 1e3
+        sentences.append(f"the load generator took {100 * share:.1f}% of a core per 1,000 tokens/s")
     return sentences
 
 

@@ -15,10 +15,12 @@ from markupsafe import Markup, escape
 
 import report_acceptance
 import report_charts
+from report_cell import Cell
 from report_checks import distinct, summary
 from report_compare import Comparison, Ratio, Results
 from report_reasons import status
 from report_records import ResultsError
+from report_rollback import canary_percent, read_limits
 from report_svg import STYLES, assign_styles, swatch
 from report_tables import TableData
 from report_verdict import Verdict
@@ -157,6 +159,7 @@ def conditions(results: Results) -> list[tuple[str, str]]:
         ("Hardware", _joined(cell.hardware for cell in cells)),
         ("Versions", _joined(cell.versions for cell in cells)),
         ("Git revision", _joined(cell.git for cell in cells)),
+        ("Rollout", _joined(_rollout(cell) for cell in cells)),
         ("Checked", "; ".join(summary(results))),
     ]
     return [(name, text) for name, text in rows if text]
@@ -169,6 +172,13 @@ def _joined(values: Any) -> str:
         else str(value)
         for value in distinct(values)
     )
+
+
+def _rollout(cell: Cell) -> str | None:
+    canary, limits = canary_percent(cell.settings), read_limits(cell.settings)[0]
+    parts = [] if canary is None else [f"canary of {canary:g}% of the traffic"]
+    parts += [f"rollback on {', '.join(str(limit) for limit in limits)}"] if limits else []
+    return "; ".join(parts) or None
 
 
 def settings_text(results: Results) -> list[str]:

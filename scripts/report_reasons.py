@@ -40,10 +40,10 @@ def status(comparison: Comparison) -> str:
     return comparison.speedup.judged if comparison.speedup else "none"
 
 
-def draft_length(cells: Iterable[Comparison]) -> str:
-    """'with 4 draft tokens', or that the lines do not say."""
-    lengths = sorted({c.cell.num_draft_tokens for c in cells if c.cell.num_draft_tokens})
-    return f"with {listed(lengths, ' or ')} draft tokens" if lengths else "(draft length not recorded)"
+def draft_length(cells: Iterable[Comparison], unknown: str = "") -> str:
+    """' with 4 draft tokens', or unknown where the lines do not say."""
+    lengths = [length for length in dict.fromkeys(c.cell.longest_draft for c in cells) if length]
+    return f" with {listed(lengths, ' or ')} draft tokens" if lengths else unknown
 
 
 def explain(series: str, cells: Sequence[Comparison]) -> Reason:
@@ -57,8 +57,7 @@ def explain(series: str, cells: Sequence[Comparison]) -> Reason:
     accepted = "" if pooled is None else f", {pooled:.2f} tokens a target step"
     kinds = {status(c) for c in cells}
     kind = "pro" if "gain" in kinds else "con" if kinds <= {"loss", "failed", "none"} else "open"
-    length = draft_length(cells).replace("(draft length not recorded)", "")
-    return Reason(kind, f"{f'{series} {length}'.strip()}{accepted}: {'; '.join(parts) or 'no tokens'}.")
+    return Reason(kind, f"{series}{draft_length(cells)}{accepted}: {'; '.join(parts) or 'no tokens'}.")
 
 
 def _shown(kind: str, cells: Sequence[Comparison]) -> str:
@@ -123,7 +122,7 @@ def rollback(compared: Compared) -> list[Reason]:
     limits = dict.fromkeys(str(limit) for known, _ in read for limit in known)
     if limits and not reasons:
         names = listed(list(compared), " or ")
-        reasons = [Reason("pro", f"No rollback limit would be triggered by {names} ({'; '.join(limits)}).")]
+        reasons = [Reason("pro", f"No rollback limit would be triggered by {names} ({', '.join(limits)}).")]
     unknown = sorted({name for _, names in read for name in names})
     return [*reasons, *(Reason("warning", f"Rollback limit '{name}' cannot be checked.") for name in unknown)]
 

@@ -18,7 +18,9 @@ from report_table import TableData, number, show_length, show_ratio, without_emp
 
 
 def make_tables(results: Results, price_per_hour: float | None) -> list[TableData]:
-    """All tables that the lines have figures for."""
+    """All tables that the lines have figures for.  Without a price that of the settings counts."""
+    recorded = ((cell.settings or {}).get("price_per_hour") for cell in results.cells.values())
+    price_per_hour = price_per_hour or next((float(price) for price in recorded if price), None)
     made = [
         throughput(results),
         latency(results),
@@ -51,30 +53,36 @@ def throughput(results: Results) -> TableData:
 
 
 def latency(results: Results) -> TableData:
-    """What users of each cell saw."""
+    """What users of each cell saw, and what drafts did."""
     columns = ("in flight", "mode", "p50 ms", "p99 ms", "TTFT p50 / p99 ms", "TPOT p50 ms", "ITL p99 ms")
-    rows = []
-    for tier in results.tiers:
-        for series in results.series:
-            cell = results.cells.get((series, tier))
-            if cell is None:
-                continue
-            ttft = [number(value) for value in (cell.ttft_p50_ms, cell.ttft_p99_ms)]
-            times = [number(cell.p50_ms), number(cell.p99_ms), " / ".join(ttft) if any(ttft) else ""]
-            times += [number(cell.tpot_p50_ms), number(cell.itl_p99_ms)]
-            share = cell.failed_share
-            errors = "" if share is None else f"{100 * share:.1f}%"
-            length = "" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}"
-            same = f"{cell.identical}/{cell.compared}" if cell.compared else ""
-            rows.append((str(tier), series, *times, errors, length, same))
-    note = "Times of whole requests, to the first token, per token after it, and between tokens."
-    return TableData(
-        "Latency, errors, acceptance",
-        (*columns, "errors", "acceptance", "identical"),
-        tuple(rows),
-        note,
-        names=2,
+    more = ("errors", "acceptance", "drafted", "identical")
+    rows = [
+        (str(tier), series, *_latency_cells(results.cells[series, tier]))
+        for tier in results.tiers
+        for series in results.series
+        if (series, tier) in results.cells
+    ]
+    note = (
+        "Times of whole requests, to the first token, per token after it, between tokens; acceptance and "
+        "drafted: output and draft tokens per target step; identical: answers equal to their request's first."
     )
+    return TableData("Latency, errors, acceptance", (*columns, *more), tuple(rows), note, names=2)
+
+
+def _latency_cells(cell: Cell) -> list[str]:
+    ttft = [number(value) for value in (cell.ttft_p50_ms, cell.ttft_p99_ms)]
+    share = cell.failed_share
+    return [
+        number(cell.p50_ms),
+        number(cell.p99_ms),
+        " / ".join(ttft) if any(ttft) else "",
+        number(cell.tpot_p50_ms),
+        number(cell.itl_p99_ms),
+        "" if share is None else f"{100 * share:.1f}%",
+        show_length(cell.acceptance_length),
+        show_length(cell.drafted),
+        f"{cell.identical}/{cell.compared}" if cell.compared else "",
+    ]
 
 
 def by_task(results: Results) -> TableData | None:

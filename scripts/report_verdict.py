@@ -78,7 +78,7 @@ def gain(series: str, cells: Sequence[Comparison], tiers: Sequence[int], stops_a
     ends = dict.fromkeys(f"{value:.2f}x" for value in (min(gains), max(gains)))
     times = f"{' to '.join(ends)} as fast as plain decoding, ahead in every window"
     holes = [c.concurrency for c in cells if c.concurrency < tiers[-1] and c.concurrency not in tiers]
-    name = f"Use {series} {draft_length(cells)}"
+    name = f"Use {series}{draft_length(cells, ' (draft length not recorded)')}"
     if stops_at is None and not holes:
         return f"{name}: at every concurrency measured ({listed(tiers, ' and ')}) it is {times}."
     text = f"{name} at {listed(tiers, ' and ')} in flight, where it is {times}."

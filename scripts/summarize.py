@@ -41,7 +41,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("results", nargs="+", type=Path, help="files of result lines")
-    add("--price-per-hour", help="of the machine, in any currency: adds the cost per million output tokens")
+    add("--price-per-hour", help="of the machine, in any currency, for costs (default: the settings')")
     add("--html", type=Path, help="also write a page with pictures, in one file")
     add("--baseline", default="ar", help="the mode that is plain decoding (default: ar)")
     values = parser.parse_args(arguments)
