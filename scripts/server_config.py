@@ -71,7 +71,6 @@ def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str
         options["target"] = target
     bundled = bundled_drafters(str(options.get("target", "")))
     if bundled and "drafters" not in options:
-        options |= {kind: path for kind, path in bundled.items() if not options.get(kind)}
         options["drafters"] = ",".join(["ngram", *bundled])
         options.setdefault("drafter", DEFAULT_DRAFTER)
     if drafter:
@@ -79,13 +78,14 @@ def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str
         name = _kind(drafter) if is_model else drafter
         if is_model:
             options[name] = drafter
-        elif name in bundled and not options.get(name):
-            options[name] = bundled[name]
         loaded = str(options.get("drafters", EngineConfig.model_fields["drafters"].default))
         names = [part.strip() for part in loaded.split(",") if part.strip()]
         if name not in ("none", *names):
             options["drafters"] = ",".join([*names, name])
         options["drafter"] = name
+    for name in str(options.get("drafters", "")).replace(" ", "").split(","):
+        if name in bundled and not options.get(name):
+            options[name] = bundled[name]
     for key in ("target", "draft_model", *NETWORK_DRAFTERS):
         if options.get(key):
             options[key] = _absolute_or_id(key, str(options[key]))
