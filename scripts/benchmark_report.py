@@ -64,7 +64,7 @@ def make_cell(
         "compared": sum(window.compared for window in windows),
         "errors": sum(len(window.errors) for window in windows),
     }
-    return {name: _rounded(value) for name, value in figures.items()}
+    return rounded(figures)
 
 
 def make_table(cells: Sequence[dict[str, Any]]) -> Table:
@@ -105,10 +105,12 @@ def to_line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Four decimals are enough, and JSON has no NaN."""
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None
     return value

@@ -23,7 +23,8 @@ DEFAULT_SERVERS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
 PROTOCOLS = tuple(DEFAULT_SERVERS)
 WARM_UP_TOKENS = 8
 MAX_WARM_UP_REQUESTS = 8
-_WHOLE = ("stop", "eos", "length")
+WHOLE = ("stop", "eos", "length")
+"""Reasons to end of a generation that was not cut."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,19 @@ async def run_window(sender: Sender, requests: Sequence[Request], concurrency: i
     return window
 
 
-async def warm_up(sender: Sender, requests: Sequence[Request], concurrency: int) -> None:
-    """Send the first few requests, cut short.  Raises AngelSpecError when none of them is answered."""
-    few = requests[: min(concurrency, MAX_WARM_UP_REQUESTS)]
+async def warm_up(
+    sender: Sender,
+    requests: Sequence[Request],
+    concurrency: int,
+    *,
+    limit: int = MAX_WARM_UP_REQUESTS,
+    max_tokens: int = WARM_UP_TOKENS,
+) -> None:
+    """Send the first requests, at most limit, cut short.  Raises AngelSpecError when none is answered."""
     short = []
-    for request in few:
-        limit = min(WARM_UP_TOKENS, request.options.get("max_tokens", WARM_UP_TOKENS))
-        short.append(replace(request, options={**request.options, "max_tokens": limit}))
+    for request in requests[: min(concurrency, limit)]:
+        tokens = min(max_tokens, request.options.get("max_tokens", max_tokens))
+        short.append(replace(request, options={**request.options, "max_tokens": tokens}))
     window = await run_window(sender, short, concurrency)
     if not window.generations:
         raise window.errors[0]
@@ -129,7 +136,7 @@ async def warm_up(sender: Sender, requests: Sequence[Request], concurrency: int)
 
 def check_whole(generation: Generation, request: Request) -> None:
     """Raises ServerError for a generation that was cut: by its reason to end, or by missing tokens."""
-    if generation.finish_reason not in _WHOLE:
+    if generation.finish_reason not in WHOLE:
         raise ServerError(f"a generation ended with '{generation.finish_reason}'")
     count, wanted = generation.num_output_tokens, request.options.get("max_tokens")
     if request.options.get("ignore_eos") and wanted is not None and count < wanted:

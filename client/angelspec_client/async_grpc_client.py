@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from angelspec_client.async_client import AsyncClient
 from angelspec_client.client import DEFAULT_MODEL
 from angelspec_client.errors import RequestCancelled, unreachable
 from angelspec_client.grpc_client import CHANNEL_OPTIONS, DEFAULT_SERVER, decode, encode, from_rpc_error
-from angelspec_client.protocol import Outputs, Request
+from angelspec_client.progress import Response
+from angelspec_client.protocol import Request
 
 
 class AsyncGrpcClient(AsyncClient):
@@ -56,7 +58,7 @@ class _AsyncGrpcCall:
         self._received = False
         self._closed = False
 
-    async def receive(self) -> Outputs | None:
+    async def receive(self) -> Response | None:
         try:
             response = await self._call.read()
         except grpc.RpcError as error:
@@ -66,9 +68,15 @@ class _AsyncGrpcCall:
             if self._closed or (self._call.cancelled() and not _task_cancelled()):
                 raise RequestCancelled("the request was cancelled by this client") from None
             raise
-        outputs = None if response is grpc.aio.EOF else decode(response, self._received)
+        if response is grpc.aio.EOF:
+            return None
+        arrived_at = time.perf_counter()
+        outputs = decode(response, self._received)
         self._received = True
-        return outputs
+        return outputs, arrived_at
+
+    async def arrive(self) -> None:
+        """Nothing: gRPC has to be asked for each response."""
 
     def close(self) -> None:
         self._closed = True

@@ -9,6 +9,7 @@ Under gevent call ``grpc.experimental.gevent.init_gevent()`` before the first cl
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from angelspec_client.errors import (
     from_message,
     unreachable,
 )
+from angelspec_client.progress import Response
 from angelspec_client.protocol import Outputs, Request, to_tensors
 
 DEFAULT_SERVER = "127.0.0.1:8001"
@@ -73,14 +75,17 @@ class _GrpcCall:
         self._server = server
         self._received = False
 
-    def receive(self) -> Outputs | None:
+    def receive(self) -> Response | None:
         try:
             response = next(self._call, None)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._server) from None
-        outputs = None if response is None else decode(response, self._received)
+        if response is None:
+            return None
+        arrived_at = time.perf_counter()
+        outputs = decode(response, self._received)
         self._received = True
-        return outputs
+        return outputs, arrived_at
 
     def close(self) -> None:
         self._call.cancel()

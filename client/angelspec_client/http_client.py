@@ -24,6 +24,7 @@ from angelspec_client.errors import (
     from_http_status,
     unreachable,
 )
+from angelspec_client.progress import Response
 from angelspec_client.protocol import Outputs, Request, read_json, to_json
 from angelspec_client.sse import read_events
 
@@ -79,11 +80,12 @@ class _HttpCall:
         self._response: http.client.HTTPResponse | None = None
         self._outputs: Iterator[Outputs] | None = None
 
-    def receive(self) -> Outputs | None:
+    def receive(self) -> Response | None:
         try:
             if self._outputs is None:
                 self._outputs = self._send()
-            return next(self._outputs, None)
+            outputs = next(self._outputs, None)
+            return None if outputs is None else (outputs, time.perf_counter())
         except TimeoutError:
             raise RequestTimeout(f"no complete answer from {self._server} within the timeout") from None
         except OSError as error:

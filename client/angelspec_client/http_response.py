@@ -20,12 +20,19 @@ class ResponseReader:
         self._events: EventDecoder | None = None  # of a stream of events, else the body is one text
         self._body = b""
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of events."""
+        return self._events is not None
+
     def feed(self, piece: bytes) -> list[str]:
         """The texts that this piece completes.
 
         Raises:
             ValueError: it is not HTTP.
         """
+        if self.complete:
+            return []
         if self.status == 0:
             head, end, piece = (self._buffer + piece).partition(b"\r\n\r\n")
             self._buffer = b"" if end else head
