@@ -16,22 +16,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from rich.console import Console
 
-from angelspec_client import AngelSpecError, AsyncGrpcClient, Generation, HttpClient, ServerError
+from angelspec_client import AngelSpecError
 from benchmark_options import counts, names
-from benchmark_prompts import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
-from benchmark_report import AR, Answers, Window, describe_machine, make_cell, make_table, to_line
+from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
+from load import DEFAULT_SERVERS, Request, Window, connect, run_window, warm_up
 
-WARM_UP_TOKENS = 8
-MAX_WARM_UP_REQUESTS = 8
 TABLE_WIDTH = 110
 CONSOLE = Console(stderr=True, highlight=False)
 
@@ -56,88 +53,35 @@ class Plan:
     out: Path | None
 
 
-class Sender(Protocol):
-    """Sends one request and waits for all of it, streamed."""
-
-    async def send(self, prompt: Prompt, options: dict[str, Any]) -> Generation:
-        """Raises AngelSpecError."""
-
-
-class GrpcSender:
-    """Over gRPC, a stream per request on one channel."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._client = AsyncGrpcClient(plan.server, timeout=plan.timeout)
-
-    async def send(self, prompt: Prompt, options: dict[str, Any]) -> Generation:
-        return await self._client.stream(messages=prompt, **options).read()
-
-
-class HttpSender:
-    """Over generate_stream, a thread per request in flight."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._client = HttpClient(plan.server, timeout=plan.timeout)
-        self._threads = ThreadPoolExecutor(max(plan.concurrency))
-
-    async def send(self, prompt: Prompt, options: dict[str, Any]) -> Generation:
-        stream = self._client.stream(messages=prompt, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, stream.read)
-
-
 async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[str, Any]]:
     """Run everything, and yield each cell when it is complete."""
-    sender = HttpSender(plan) if plan.protocol == "http" else GrpcSender(plan)
+    sender = connect(plan.server, plan.protocol, timeout=plan.timeout)
     answers = Answers()
     for concurrency in plan.concurrency:
+        size = plan.requests or max(16, 2 * concurrency)
         windows: dict[str, list[Window]] = {mode: [] for mode in plan.modes}
         for mode in plan.modes:
-            await warm_up(sender, plan, prompts, mode, concurrency)
+            await warm_up(sender, make_requests(plan, prompts, mode, range(size)), concurrency)
         for index in range(plan.windows):
-            size = plan.requests or max(16, 2 * concurrency)
             numbers = range(index * size, (index + 1) * size)
             for mode in plan.modes:
-                window = await run_window(sender, plan, prompts, mode, concurrency, numbers)
+                window = await run_window(sender, make_requests(plan, prompts, mode, numbers), concurrency)
                 answers.compare(window)
                 windows[mode].append(window)
                 show_progress(f"c={concurrency} {mode} {index + 1}/{plan.windows}", window)
         for mode in plan.modes:
             cell = make_cell(mode, concurrency, windows[mode], windows.get(AR, []))
             yield cell | {"num_draft_tokens": request_options(plan, mode, 0)["num_draft_tokens"]}
+    await sender.close()
 
 
-async def run_window(
-    sender: Sender, plan: Plan, prompts: Sequence[Prompt], mode: str, concurrency: int, numbers: range
-) -> Window:
-    """Send the requests of the given numbers, at most concurrency of them at a time."""
-    window, waiting = Window(), iter(numbers)
-
-    async def work() -> None:
-        for number in waiting:
-            try:
-                generation = await sender.send(
-                    prompts[number % len(prompts)], request_options(plan, mode, number)
-                )
-                if generation.finish_reason not in ("stop", "eos", "length"):
-                    raise ServerError(f"a generation ended with '{generation.finish_reason}'")
-            except AngelSpecError as error:
-                window.errors.append(error)
-            else:
-                window.generations[number] = generation
-
-    start = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    window.duration_s = time.perf_counter() - start
-    return window
-
-
-async def warm_up(sender: Sender, plan: Plan, prompts: Sequence[Prompt], mode: str, concurrency: int) -> None:
-    """A few short requests.  Raises AngelSpecError when the server cannot serve this mode at all."""
-    short = replace(plan, max_tokens=min(WARM_UP_TOKENS, plan.max_tokens))
-    numbers = range(min(concurrency, MAX_WARM_UP_REQUESTS))
-    window = await run_window(sender, short, prompts, mode, concurrency, numbers)
-    if not window.generations:
-        raise window.errors[0]
+def make_requests(plan: Plan, prompts: Sequence[Prompt], mode: str, numbers: range) -> list[Request]:
+    """The requests of the given numbers; a number has the same prompt and seed in every mode."""
+    drawn = ((number, prompts[number % len(prompts)]) for number in numbers)
+    return [
+        Request(number, prompt.messages, prompt.task, request_options(plan, mode, number))
+        for number, prompt in drawn
+    ]
 
 
 def request_options(plan: Plan, mode: str, number: int) -> dict[str, Any]:
@@ -181,7 +125,7 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--server", help="host:port; 127.0.0.1:8001 for gRPC, 127.0.0.1:8000 for HTTP")
     add("--grpc", dest="protocol", action="store_const", const="grpc", default="grpc", help="the default")
     add("--http", dest="protocol", action="store_const", const="http")
-    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="a JSONL file, or a directory of them")
+    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL file, folder of them, or public set")
     add("--modes", type=names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
     add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
@@ -194,9 +138,7 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--timeout", type=float, default=600.0, help="seconds per request")
     add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
     values = vars(parser.parse_args(arguments))
-    values["server"] = values["server"] or (
-        "127.0.0.1:8000" if values["protocol"] == "http" else "127.0.0.1:8001"
-    )
+    values["server"] = values["server"] or DEFAULT_SERVERS[values["protocol"]]
     if values["windows"] < 1 or values["requests"] < 0:
         parser.error("--windows must be at least 1, --requests at least 0")
     return Plan(**values)

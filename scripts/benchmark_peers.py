@@ -51,9 +51,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from rich.console import Console
 
-from benchmark_prompts import Prompt, PromptError, fits, load_prompts
 from benchmark_report import describe_machine, to_line
 from peers_options import Plan, read_plan
 from peers_report import make_table, summarize
@@ -101,7 +101,7 @@ async def run_window(
 
     async def work() -> None:
         for number in waiting:
-            task = Task(prompts[number % len(prompts)], max_tokens, server.extra)
+            task = Task(prompts[number % len(prompts)].messages, max_tokens, server.extra)
             replies.append(await send(session, server.kind, server.url, server.model, task, plan.timeout))
 
     await asyncio.gather(*(work() for _ in range(concurrency)))

@@ -15,27 +15,11 @@ from typing import Any
 from rich.box import MARKDOWN
 from rich.table import Table
 
-from angelspec_client import AngelSpecError, Generation
 from angelspec_client.metrics import summarize
+from load import Window
 
 AR = "none"
 """The drafter name of plain autoregressive decoding."""
-
-
-@dataclass
-class Window:
-    """What one mode did at one concurrency, once."""
-
-    generations: dict[int, Generation] = field(default_factory=dict)  # by the number of the request
-    errors: list[AngelSpecError] = field(default_factory=list)
-    duration_s: float = 0.0
-    compared: int = 0  # generations whose request had been answered before, in any mode
-    identical: int = 0  # those of them with the same tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens of all requests over the time until the last was done."""
-        return sum(g.num_output_tokens for g in self.generations.values()) / self.duration_s
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ def make_cell(
         "compared": sum(window.compared for window in windows),
         "errors": sum(len(window.errors) for window in windows),
     }
-    return {name: _rounded(value) for name, value in figures.items()}
+    return rounded(figures)
 
 
 def make_table(cells: Sequence[dict[str, Any]]) -> Table:
@@ -121,10 +105,12 @@ def to_line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Four decimals are enough, and JSON has no NaN."""
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None
     return value

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 from numpy.typing import NDArray
 
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.target import TargetEngine
-from benchmark_prompts import DEFAULT_PROMPTS, load_prompts
 
 BLOCK_SIZE = 16
 PREFILL_CHUNK = 512  # tokens, as in the server's steps
@@ -60,7 +60,9 @@ class TextRows:
     def __init__(self, engine: TargetEngine, target: str, rows: int, context: int, most_tokens: int) -> None:
         """Prefill ``context`` tokens of ``rows`` texts; a step may bring ``most_tokens`` to each row."""
         self.context, self.blocks = context, -(-(context + most_tokens) // BLOCK_SIZE)
-        texts = [message["content"] for prompt in load_prompts(DEFAULT_PROMPTS) for message in prompt]
+        texts = [
+            message["content"] for prompt in load_prompts(DEFAULT_PROMPTS) for message in prompt.messages
+        ]
         ids = np.array(load_tokenizer(target)("\n\n".join(texts))["input_ids"], np.int32)
         starts = np.arange(rows) * len(ids) // rows
         self._ids = ids[(starts[:, None] + np.arange(context + most_tokens)) % len(ids)]  # [rows, tokens]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from loadtest.task_sets import DEFAULT_PROMPTS, Messages, load_prompts
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,6 @@ from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from benchmark_engine import ROOT
 from benchmark_options import counts
-from benchmark_prompts import DEFAULT_PROMPTS, Prompt, load_prompts
 from benchmark_steps import BLOCK_SIZE, make_step, median_seconds
 
 CONTEXT = 128
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def token_ids(tokenizer: Tokenizer, messages: list[Prompt]) -> tuple[list[Tokens], list[Tokens]]:
+def token_ids(tokenizer: Tokenizer, messages: list[Messages]) -> tuple[list[Tokens], list[Tokens]]:
     """Of each prompt: its plain text, and the text that the chat template makes of it."""
     plain, asked = [], []
     for each in messages:
@@ -112,7 +112,8 @@ def token_ids(tokenizer: Tokenizer, messages: list[Prompt]) -> tuple[list[Tokens
 
 def main() -> None:
     options = parse_arguments()
-    plain, prompts = token_ids(load_tokenizer(options.target), load_prompts(options.prompts))
+    messages = [prompt.messages for prompt in load_prompts(options.prompts)]
+    plain, prompts = token_ids(load_tokenizer(options.target), messages)
     longest = max(map(len, prompts)) + options.tokens
     needed = max(longest // BLOCK_SIZE + 1, max(options.rows) * (CONTEXT // BLOCK_SIZE + 1))
     exact, rounded = (

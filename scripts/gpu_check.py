@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
 from benchmark_options import counts
-from benchmark_prompts import DEFAULT_PROMPTS, load_prompts
 from benchmark_report import describe_machine
 from benchmark_steps import BLOCK_SIZE
 from gpu_generation import compare_generation
@@ -62,8 +62,8 @@ def check_model(options: argparse.Namespace, device: str, batch_invariant: bool)
     )
     tokenizer = load_tokenizer(options.target)
     prompts = [
-        list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        for messages in load_prompts(DEFAULT_PROMPTS)[: options.prompts]
+        list(tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False))
+        for prompt in load_prompts(DEFAULT_PROMPTS)[: options.prompts]
     ]
     graphs = check_graphs(runner, cells)
     # A model that cannot be captured turns graphs off.

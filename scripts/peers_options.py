@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.task_sets import DEFAULT_PROMPTS
+
 from benchmark_options import counts
-from benchmark_prompts import DEFAULT_PROMPTS
 from peers_servers import PeerError, PeerServer, parse_server
 
 
@@ -41,7 +42,7 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--server", dest="servers", action="append", required=True, metavar="NAME=KIND:URL[:model]")
     add("--start", action="append", default=[], metavar="NAME=COMMAND", help="runs it, and stops it after")
     add("--body", action="append", default=[], metavar="NAME=JSON", help="more fields of its requests")
-    add("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="JSONL files or directories")
+    add("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="files, folders, public sets")
     add("--tokenizer", type=Path, metavar="FOLDER", help="leave out prompts that it finds too long")
     add("--max-prompt-tokens", type=int, default=860, help="how long, without the chat template")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")

@@ -1,8 +1,7 @@
-"""The figures of the benchmark against brute force, its prompts and its options."""
+"""The figures of the benchmark against brute force, and its options."""
 
 import dataclasses
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import benchmark
-import benchmark_prompts
 import benchmark_report
 from angelspec_client import Chunk, Generation, Usage
 from angelspec_client.metrics import percentile, summarize, token_gaps
@@ -122,7 +120,7 @@ def test_answers_are_compared_with_the_first_to_the_same_request():
     assert [(w.identical, w.compared) for w in (first, same, other)] == [(0, 0), (1, 1), (0, 1)]
 
 
-# Options and prompts
+# Options
 
 
 def test_only_the_drafter_differs_between_modes():
@@ -137,35 +135,6 @@ def test_senseless_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         benchmark.read_plan(arguments)
     assert "must be" in capsys.readouterr().err
-
-
-def test_default_prompts_are_many_and_of_every_category():
-    lines = benchmark_prompts.DEFAULT_PROMPTS.read_text(encoding="utf-8").splitlines()
-    categories = Counter(json.loads(line)["category"] for line in lines)
-    assert len(categories) == 6
-    assert set(categories.values()) == {6}
-    prompts = benchmark_prompts.load_prompts(benchmark_prompts.DEFAULT_PROMPTS)
-    assert len({prompt[0]["content"] for prompt in prompts}) == 36
-
-
-def test_files_of_a_directory_take_turns_in_a_fixed_order(tmp_path):
-    for name, count in (("a", 5), ("b", 3)):
-        lines = [json.dumps({"prompt": f"{name}{index}"}) for index in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n\n")
-    texts = [prompt[0]["content"] for prompt in benchmark_prompts.load_prompts(tmp_path)]
-    assert [text[0] for text in texts] == ["a", "b"] * 3
-    assert len(set(texts)) == 6
-    assert texts == [prompt[0]["content"] for prompt in benchmark_prompts.load_prompts(tmp_path)]
-
-
-@pytest.mark.parametrize("content", ["", "not json", "[]", '{"text": "x"}'])
-def test_files_without_prompts_are_refused_with_the_place(tmp_path, content):
-    file = tmp_path / "x.jsonl"
-    file.write_text(content)
-    with pytest.raises(benchmark_prompts.PromptError, match=r"x\.jsonl"):
-        benchmark_prompts.load_prompts(file)
-    with pytest.raises(benchmark_prompts.PromptError, match="cannot read"):
-        benchmark_prompts.load_prompts(tmp_path / "absent.jsonl")
 
 
 def test_a_generation_is_a_usage_with_text():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -306,7 +307,7 @@ class ScriptedCall:
         answer = self.script.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return None if answer is None else (answer, time.perf_counter())
 
     def close(self):
         self.closed = True
@@ -316,6 +317,9 @@ class AsyncScriptedCall(ScriptedCall):
     async def receive(self):
         await asyncio.sleep(0)
         return super().receive()
+
+    async def arrive(self):
+        await asyncio.sleep(0)
 
 
 def run(scripts, policy, kind):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from angelspec_client import AsyncGrpcClient, GrpcClient, HttpClient, InvalidRequest
+from angelspec_client import AsyncGrpcClient, AsyncHttpClient, GrpcClient, HttpClient, InvalidRequest
 from serving import CHAT, PROMPT, Endpoint, wait_until
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "seed": 5, "ignore_eos": True}
@@ -45,10 +45,15 @@ def test_every_protocol_and_every_drafter_gives_the_same_text(client, http_clien
     assert plain.total_draft_tokens == 0
 
     async def run_async():
-        async with AsyncGrpcClient(endpoint.grpc) as aio:
-            one = await aio.generate(messages=CHAT, **options)
-            async with aio.stream(messages=CHAT, **options) as stream:
-                return one, await stream.read()
+        found = []
+        for aio in (AsyncGrpcClient(endpoint.grpc), AsyncHttpClient(endpoint.http)):
+            async with aio:
+                found.append(await aio.generate(messages=CHAT, **options))
+                async with aio.stream(messages=CHAT, **options) as stream:
+                    found.append(await stream.read())
+                async with aio.stream(messages=CHAT, **options) as stream:
+                    found += [stream.generation async for chunk in stream if chunk.usage]
+        return found
 
     generations = [
         client.generate(messages=CHAT, **options),

@@ -155,7 +155,7 @@ def test_steps_that_catch_up_are_not_measured():
     harness = Watched(error_rate=0.0)
     seen = []
     policy = harness.loop.scheduler._drafting._policy
-    policy.observe_step = lambda count, seconds: seen.append(count)
+    policy.observe_step = lambda count, seconds, way: seen.append(count)
     harness.generate(0, list(range(20)), count=13)
     assert seen == [4, 4]  # not the prompt, nor the first step with drafts, in which it was fed
 

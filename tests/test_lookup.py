@@ -38,8 +38,8 @@ class Network:
 class Sequences:
     """Texts that are fed as the loop feeds hidden-state drafters: the token behind each position."""
 
-    def __init__(self) -> None:
-        self.network = Network()
+    def __init__(self, lookup_only: bool = False) -> None:
+        self.network, self.lookup_only = Network(), lookup_only
         self.drafter = LookupDrafter(self.network, MAX_N, NUM_BLOCKS, BLOCK_SIZE)
 
     def step(self, *cases: tuple[int, int, list[int], list[int], int]) -> list[list[int]]:
@@ -48,6 +48,7 @@ class Sequences:
         for row, (slot, num_fed, text, blocks, count) in zip(rows, cases, strict=True):
             row["slot"], row["num_fed"], row["num_feed"] = slot, num_fed, len(text) - 1 - num_fed
             row["num_draft_tokens"], row["num_blocks"] = count, len(blocks)
+            row["lookup_only"] = self.lookup_only
         feed = np.concatenate([np.array(case[2][case[1] + 1 :], np.int32) for case in cases])
         table = np.concatenate([np.array(case[3], np.int32) for case in cases])
         output = self.drafter.propose(rows, feed, table, np.zeros(len(feed), np.uint8))
@@ -124,6 +125,12 @@ def test_it_learns_whose_drafts_are_accepted():
 
     assert share_asked(chance, network_knows=True) > 0.9
     assert share_asked(periodic, network_knows=False) < 0.4  # the first period has to be drafted by something
+
+
+def test_a_row_that_is_to_look_up_alone_never_runs_the_network():
+    sequences = Sequences(lookup_only=True)
+    assert sequences.step((0, 0, [0, 1, 2, 3], [1, 2], 3), (1, 0, [0, 1, 2, 1], [3, 4], 2)) == [[], [2, 1]]
+    assert sequences.network.num_asked == 0
 
 
 def test_a_draft_that_nobody_wants_is_no_record_of_anything():

@@ -15,7 +15,6 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-import benchmark_prompts
 import peers_options
 import peers_report
 import peers_servers
@@ -256,22 +255,6 @@ def test_senseless_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         read(*arguments)
     assert message in capsys.readouterr().err
-
-
-def test_prompts_of_several_paths_share_equally_and_long_ones_are_left_out(tmp_path):
-    for name, texts in (("a", ["a", "aa", "aaaaa"]), ("b", ["b"])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    files = [tmp_path / "b.jsonl", tmp_path / "a.jsonl"]
-    prompts = benchmark_prompts.load_prompts(*files, keep=lambda prompt: len(prompt[0]["content"]) < 2)
-    assert [prompt[0]["content"] for prompt in prompts] == ["b", "a"]
-
-
-def test_the_length_of_a_prompt_is_in_tokens(target_dir, tmp_path):
-    fits = benchmark_prompts.fits(target_dir, 3)
-    assert fits([{"role": "user", "content": "one two three"}])
-    assert not fits([{"role": "user", "content": "one two three four"}])
-    with pytest.raises(benchmark_prompts.PromptError, match=r"no tokenizer\.json"):
-        benchmark_prompts.fits(tmp_path, 3)
 
 
 # Processes

@@ -110,7 +110,9 @@ def test_a_drafter_that_cannot_be_loaded_does_not_stop_the_server(target_dir, ch
         running.wait_until_ready()
         plain = client.generate(messages=CHAT, **GREEDY)  # dfly was only the default
         assert plain.total_draft_tokens == 0
-        with pytest.raises(ServerBusy, match=r"drafter 'dfly' could not be loaded: other: .* is 64") as caught:
+        with pytest.raises(
+            ServerBusy, match=r"drafter 'dfly' could not be loaded: other: .* is 64"
+        ) as caught:
             client.generate(messages=CHAT, drafter="dfly", **GREEDY)
         assert str(tmp_path) not in str(caught.value)
         log = (options.folder / "server.log").read_text()

@@ -6,7 +6,8 @@ with GrpcClient("127.0.0.1:8001") as client:
         print(chunk.text, end="", flush=True)
 """
 
-from angelspec_client.async_client import AsyncGrpcClient
+from angelspec_client.async_grpc_client import AsyncGrpcClient
+from angelspec_client.async_http_client import AsyncHttpClient
 from angelspec_client.async_stream import AsyncStream
 from angelspec_client.errors import (
     AngelSpecError,
@@ -26,6 +27,7 @@ from angelspec_client.stream import Stream
 __all__ = [
     "AngelSpecError",
     "AsyncGrpcClient",
+    "AsyncHttpClient",
     "AsyncStream",
     "Chunk",
     "ConnectionFailed",

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from angelspec_client.errors import AngelSpecError, RequestCancelled, ServerBusy
-from angelspec_client.progress import AsyncCall, Policy, Progress
-from angelspec_client.protocol import Outputs
+from angelspec_client.progress import AsyncCall, Policy, Progress, Response
 from angelspec_client.results import Chunk, Generation
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._progress: Progress | None = None
         self._call: AsyncCall | None = None
         self._closed = False
+        self._whole = False  # nobody looks at the chunks before the last one is there
 
     async def __anext__(self) -> Chunk:
         """Raises an AngelSpecError: see errors."""
@@ -43,6 +43,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def read(self) -> Generation:
         """Wait for the rest and return the whole generation."""
+        self._whole = True
         async for _ in self:
             pass
         return self.generation
@@ -82,10 +83,14 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._call.receive()
         self.close()
 
-    async def _receive(self, progress: Progress) -> Outputs | None:
+    async def _receive(self, progress: Progress) -> Response | None:
         while not self._closed:
             if self._call is None:
                 self._call = self._connect(progress.remaining_s())
+                if self._whole:
+                    await self._call.arrive()
+                    if self._closed:  # elsewhere, while waiting here
+                        break
             try:
                 return await self._call.receive()
             except ServerBusy as error:
@@ -93,4 +98,4 @@ class AsyncStream(AsyncIterator[Chunk]):
             self._call.close()
             self._call = None
             await asyncio.sleep(delay)
-        raise RequestCancelled("the request was cancelled while waiting to be sent again")
+        raise RequestCancelled("the request was cancelled by this client")

@@ -9,10 +9,13 @@ Under gevent call ``grpc.experimental.gevent.init_gevent()`` before the first cl
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
-from tritonclient.grpc import InferInput, InferResult, service_pb2, service_pb2_grpc
+import numpy as np
+from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
+from tritonclient.utils import triton_to_np_dtype
 
 from angelspec_client.client import DEFAULT_MODEL, Client
 from angelspec_client.errors import (
@@ -21,6 +24,7 @@ from angelspec_client.errors import (
     from_message,
     unreachable,
 )
+from angelspec_client.progress import Response
 from angelspec_client.protocol import Outputs, Request, to_tensors
 
 DEFAULT_SERVER = "127.0.0.1:8001"
@@ -71,14 +75,17 @@ class _GrpcCall:
         self._server = server
         self._received = False
 
-    def receive(self) -> Outputs | None:
+    def receive(self) -> Response | None:
         try:
             response = next(self._call, None)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._server) from None
-        outputs = None if response is None else decode(response, self._received)
+        if response is None:
+            return None
+        arrived_at = time.perf_counter()
+        outputs = decode(response, self._received)
         self._received = True
-        return outputs
+        return outputs, arrived_at
 
     def close(self) -> None:
         self._call.cancel()
@@ -108,12 +115,21 @@ def decode(response: Any, received: bool) -> Outputs:
     """
     if response.error_message:
         raise from_message(response.error_message, received)
-    result = InferResult(response.infer_response)
-    outputs = {}
-    for output in response.infer_response.outputs:
-        values = result.as_numpy(output.name).reshape(-1).tolist()
-        outputs[output.name] = [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values]
-    return outputs
+    answer = response.infer_response
+    contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    return {output.name: _read_tensor(output.datatype, content) for output, content in contents}
+
+
+def _read_tensor(datatype: str, content: bytes) -> list[Any]:
+    """The values of a tensor.  InferResult does the same for arrays of any shape, at five times the cost."""
+    if datatype != "BYTES":
+        return np.frombuffer(content, triton_to_np_dtype(datatype)).tolist()
+    texts, at = [], 0
+    while at < len(content):
+        begin = at + 4
+        at = begin + int.from_bytes(content[at:begin], "little")
+        texts.append(content[begin:at].decode("utf-8", "replace"))
+    return texts
 
 
 def from_rpc_error(error: Any, server: str) -> AngelSpecError:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from angelspec_client.client import DEFAULT_MODEL, Client
 from angelspec_client.errors import (
@@ -24,6 +24,7 @@ from angelspec_client.errors import (
     from_http_status,
     unreachable,
 )
+from angelspec_client.progress import Response
 from angelspec_client.protocol import Outputs, Request, read_json, to_json
 from angelspec_client.sse import read_events
 
@@ -45,14 +46,12 @@ class HttpClient(Client):
         retries: int = 0,
     ) -> None:
         super().__init__(model, timeout, retries)
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest(f"url must be like {DEFAULT_URL}, got '{url}'")
+        parts = split_url(url)
         self._connection = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
         self._netloc = parts.netloc
-        self._path = f"{parts.path.rstrip('/')}/v2/models/{quote(model, safe='')}"
+        self._path = model_path(parts, model)
 
     def close(self) -> None:
         """Nothing to give up: a connection lives as long as its request."""
@@ -81,11 +80,12 @@ class _HttpCall:
         self._response: http.client.HTTPResponse | None = None
         self._outputs: Iterator[Outputs] | None = None
 
-    def receive(self) -> Outputs | None:
+    def receive(self) -> Response | None:
         try:
             if self._outputs is None:
                 self._outputs = self._send()
-            return next(self._outputs, None)
+            outputs = next(self._outputs, None)
+            return None if outputs is None else (outputs, time.perf_counter())
         except TimeoutError:
             raise RequestTimeout(f"no complete answer from {self._server} within the timeout") from None
         except OSError as error:
@@ -133,6 +133,19 @@ class _HttpCall:
             if left <= 0:
                 raise TimeoutError
             self._socket.settimeout(left)
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a server's address.  Raises InvalidRequest: it is none."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(f"url must be like {DEFAULT_URL}, got '{url}'")
+    return parts
+
+
+def model_path(url: SplitResult, model: str) -> str:
+    """Where a model is on the server."""
+    return f"{url.path.rstrip('/')}/v2/models/{quote(model, safe='')}"
 
 
 def read_response(text: str, status: int) -> Outputs:

@@ -15,10 +15,14 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 
 
+Response = tuple[Outputs, float]
+"""What one response brought, and when it arrived, by ``time.perf_counter``."""
+
+
 class Call(Protocol):
     """One attempt at a request on some transport."""
 
-    def receive(self) -> Outputs | None:
+    def receive(self) -> Response | None:
         """The next response, None at the end.  Raises an AngelSpecError."""
 
     def close(self) -> None:
@@ -28,7 +32,13 @@ class Call(Protocol):
 class AsyncCall(Protocol):
     """The same for asyncio; close returns at once."""
 
-    async def receive(self) -> Outputs | None: ...
+    async def receive(self) -> Response | None: ...
+
+    async def arrive(self) -> None:
+        """Let all of the answer arrive first, where that saves waking up for each response.
+
+        Raises nothing: how the answer ended is for receive to say.
+        """
 
     def close(self) -> None: ...
 
@@ -62,10 +72,11 @@ class Progress:
             raise RequestTimeout(f"no complete answer within {self._policy.timeout_s:g} s")
         return left
 
-    def add(self, outputs: Outputs | None) -> Chunk:
-        if outputs is None:
+    def add(self, response: Response | None) -> Chunk:
+        if response is None:
             raise ServerError("the server ended the answer before it was complete")
-        self.chunks.append(read_chunk(outputs, time.perf_counter() - self._start))
+        outputs, arrived_at = response
+        self.chunks.append(read_chunk(outputs, arrived_at - self._start))
         return self.chunks[-1]
 
     def backoff_s(self, error: ServerBusy) -> float:

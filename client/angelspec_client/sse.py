@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 
-def read_events(lines: Iterable[bytes]) -> Iterator[str]:
-    """The data of each event of a stream of lines (WHATWG HTML, section 9.2.6).
+class EventDecoder:
+    """The data of events out of pieces of any size (WHATWG HTML, section 9.2.6).
 
     Several data lines of one event are joined by newlines; comments and other fields are skipped.  An
     event that the end of the stream cuts off is dropped, as the standard says.
     """
-    data: list[str] = []
-    for raw in lines:
-        line = raw.decode("utf-8", "replace").rstrip("\r\n")
-        if not line:
-            if data:
-                yield "\n".join(data)
-            data = []
-        elif line.startswith("data:"):
-            data.append(line.removeprefix("data:").removeprefix(" "))
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line
+        self._data: list[str] = []
+
+    def feed(self, piece: bytes) -> list[str]:
+        """The data of each event that this piece completes."""
+        events = []
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for raw in lines:
+            line = raw.decode("utf-8", "replace").rstrip("\r")
+            if line.startswith("data:"):
+                self._data.append(line.removeprefix("data:").removeprefix(" "))
+            elif not line and self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+        return events
+
+
+def read_events(lines: Iterable[bytes]) -> Iterator[str]:
+    """The data of each event of a stream of lines."""
+    decoder = EventDecoder()
+    for line in lines:
+        yield from decoder.feed(line)

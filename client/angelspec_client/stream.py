@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from angelspec_client.errors import AngelSpecError, RequestCancelled, ServerBusy
-from angelspec_client.progress import Call, Policy, Progress
-from angelspec_client.protocol import Outputs
+from angelspec_client.progress import Call, Policy, Progress, Response
 from angelspec_client.results import Chunk, Generation
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Stream(Iterator[Chunk]):
                 self._call.receive()
         self.close()
 
-    def _receive(self, progress: Progress) -> Outputs | None:
+    def _receive(self, progress: Progress) -> Response | None:
         while not self._closed:
             if self._call is None:
                 self._call = self._connect(progress.remaining_s())

@@ -20,6 +20,7 @@ class DrafterInfo:
     tap_ids: tuple[int, ...] = ()  # layers of the target whose outputs it reads, counted from 0, ascending
     hidden_bytes: int = 0  # of one hidden state: the target's hidden size times its dtype's size
     lookahead: int = 0  # KV slots behind the newest token that it may write while it drafts
+    looks_up: bool = False  # it can draft without a network, by looking the text up in itself
     failure: str = ""  # why it could not be loaded, if so: it never drafts
 
     def __post_init__(self) -> None:

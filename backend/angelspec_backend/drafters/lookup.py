@@ -8,7 +8,7 @@ whose draft was looked up does not run the network, which only takes in what it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class LookupDrafter:
 
     def __init__(self, drafter: Drafter, max_n: int, num_blocks: int, block_size: int) -> None:
         """max_n: longest match that is looked up, in tokens; num_blocks, block_size: as the KV pools have."""
-        self.info = drafter.info
+        self.info = replace(drafter.info, looks_up=True)
         self._drafter, self._max_n = drafter, max_n
         self._tokens = np.zeros((num_blocks, block_size), np.int32)  # the token behind each position
         self._rows: dict[int, Row] = {}  # by slot
@@ -67,11 +67,13 @@ class LookupDrafter:
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
         known = self._feed(rows, feed_token_ids, block_table)
+        lookup_only, wanted = rows["lookup_only"] == 1, rows["num_draft_tokens"].tolist()
         found = [
-            self._look_up(row, count) for row, count in zip(known, rows["num_draft_tokens"], strict=True)
+            self._look_up(row, count, alone)
+            for row, count, alone in zip(known, wanted, lookup_only.tolist(), strict=True)
         ]
         asked = rows.copy()
-        asked["num_draft_tokens"][[len(draft) > 0 for draft in found]] = 0
+        asked["num_draft_tokens"][lookup_only | [len(draft) > 0 for draft in found]] = 0
         output = self._drafter.propose(asked, feed_token_ids, block_table, hidden_states)
         drafted = split_rows(output.token_ids, output.lens)
         for row, looked_up, by_network in zip(known, found, drafted, strict=True):
@@ -109,10 +111,10 @@ class LookupDrafter:
             row.index.extend(token_ids)
         return row
 
-    def _look_up(self, row: Row, count: int) -> list[int]:
-        """A draft of so many tokens; none where the network is to be asked."""
+    def _look_up(self, row: Row, count: int, alone: bool) -> list[int]:
+        """A draft of so many tokens, or none.  alone: the network is not to be asked"""
         draft, size = row.index.continuation(count) if count > 0 else ([], 0)
-        row.source = size if draft and self._prefers(row, size) else NETWORK
+        row.source = size if draft and (alone or self._prefers(row, size)) else NETWORK
         return draft if row.source else []
 
     def _prefers(self, row: Row, size: int) -> bool:

@@ -67,7 +67,7 @@ class NgramIndex:
 class NgramDrafter:
     """Looks the suffix of each sequence up in the sequence itself."""
 
-    info = DrafterInfo("ngram", keeps_drafts=False, shares_blocks=False)
+    info = DrafterInfo("ngram", keeps_drafts=False, shares_blocks=False, looks_up=True)
 
     def __init__(self, min_n: int, max_n: int, max_num_seqs: int) -> None:
         """min_n, max_n: shortest and longest suffix to look up, in tokens."""

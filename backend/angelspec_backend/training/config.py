@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from angelspec_backend.core.yaml_options import OptionsError, Section, check_options, read_options
 from angelspec_backend.drafters.spec import BLOCK_KINDS, CHAIN_KINDS
 from angelspec_backend.training.objectives import BlockObjective
 from angelspec_backend.training.optim import OptimizerConfig
@@ -20,15 +20,11 @@ DrafterKind = Literal["dflash", "dflare", "dfly", "dspark", "mtp", "eagle3"]
 assert get_args(DrafterKind) == BLOCK_KINDS + CHAIN_KINDS
 
 
-class TrainConfigError(ValueError):
-    """The configuration is wrong; the message says which key, the value, and what is allowed."""
+TrainConfigError = OptionsError
+"""The configuration is wrong; the message says which key, the value, and what is allowed."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DataConfig(_Section):
+class DataConfig(Section):
     """Sizes in tokens."""
 
     conversations: tuple[Path, ...] = Field((), description="JSON lines with token_ids, messages, ...")
@@ -39,7 +35,7 @@ class DataConfig(_Section):
     feature_cache: Path | None = Field(None, description="folder for the target's features; none: computed")
 
 
-class DrafterConfig(_Section):
+class DrafterConfig(Section):
     """What is trained."""
 
     kind: DrafterKind = "dfly"
@@ -71,7 +67,7 @@ class DrafterConfig(_Section):
         return self.kind in BLOCK_KINDS
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """How long, how fast, and what is written."""
 
     out: Path = Field(
@@ -96,7 +92,7 @@ class RunConfig(_Section):
     tensorboard: bool = True
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """The learning rate.  Warm-up and decay as shares of all steps."""
 
     kind: Kind = "cosine"
@@ -106,7 +102,7 @@ class ScheduleConfig(_Section):
     decay: float = Field(0.2, ge=0, le=1, description="of kind wsd")
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """Everything that decides a run."""
 
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
@@ -126,52 +122,14 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:
     Raises:
         TrainConfigError: the file cannot be read, or a key or value is wrong.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise TrainConfigError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise TrainConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise TrainConfigError(f"{path} must hold keys and values, found {type(values).__name__}")
-    for override in overrides:
-        _override(values, override)
-    return make_config(values)
+    return make_config(read_options(path, overrides))
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
     """Check values.  Raises TrainConfigError for the first that is wrong."""
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = difflib.get_close_matches(key, list(_keys()), 1, 0.0)[0]
-            raise TrainConfigError(f"unknown key {key}; did you mean {known}?") from None
-        raise TrainConfigError(f"{key} is {first['input']!r}: {first['msg']}") from None
+    return check_options(TrainConfig, values)
 
 
 def dump_config(config: TrainConfig) -> str:
     """The resolved configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def _override(values: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise TrainConfigError(f"{text}: an override is written key=value")
-    *sections, last = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise TrainConfigError(f"{key}: {section} is a value, not a section")
-    values[last] = yaml.safe_load(value)
-
-
-def _keys() -> Iterator[str]:
-    """All keys, with their section in front."""
-    for name, field in TrainConfig.model_fields.items():
-        kind: Any = field.annotation
-        inner = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", None)
-        yield from [name] if inner is None else [f"{name}.{key}" for key in inner]

@@ -1,0 +1,1 @@
+"""Load tests: sets of prompts by task, and users of Locust that send them."""
