@@ -157,10 +157,9 @@ def load_drafter(
         served = ServedTarget(target, runner.dtype, device, blocks, size)
         drafter = load_served(choice.kind, choice.path, served)
         spec = drafter.network.spec  # type: ignore[attr-defined]  # both classes of trained drafters have it
-    try:
-        drafter.info.check_target(runner.num_layers, runner.hidden_size * runner.dtype.itemsize)
-    except ValueError as error:
-        raise EvaluationError(f"{choice.label}: {error}") from None
+    info = drafter.info.checked(runner.num_layers, runner.hidden_size * runner.dtype.itemsize)
+    if info.failure:
+        raise EvaluationError(f"{choice.label}: {info.failure}")
     trained = spec.num_drafts if spec else 0
     count = num_draft_tokens or trained or DRAFT_TOKENS
     return LoadedDrafter(

@@ -80,6 +80,23 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
         raise QuantizationError("quantization 'int8' needs g++ and a CPU with AVX512-BF16 and AVX512-VBMI")
 
 
+def resolve_quantization(wanted: str, dtype: torch.dtype, device: torch.device | str) -> str:
+    """What to quantize to: "auto" means "int8" where the kernels are, else "none".
+
+    Raises:
+        QuantizationError: "int8" is wanted where it cannot be computed.
+    """
+    if wanted == "none":
+        return wanted
+    try:
+        check_supported(dtype, torch.device(device))
+    except QuantizationError:
+        if wanted == "auto":
+            return "none"
+        raise
+    return "int8"
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest integers and their scales; an error is at most half a scale.
 
