@@ -1,9 +1,9 @@
 """Lookup in front of a network drafter: a text that repeats itself is its own best draft, and a free one.
 
 The last tokens of a row are looked up in the row itself, as the n-gram drafter does.  Whether what followed
-them is proposed, or the network is asked, is learnt: a draft is taken from the source whose drafts have been
-accepted more, where the network is one source and matches of n tokens are another one for each n.  A row
-whose draft was looked up does not run the network, which only takes in what it is fed.
+them is proposed, or the network is asked, is learnt: a draft is taken from the source of whose drafts more
+tokens have been accepted, where the network is one source and matches of n tokens are another one for each n.
+A row whose draft was looked up does not run the network, which only takes in what it is fed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from angelspec_backend.core.draft_policy import Share
 from angelspec_backend.core.messages import DraftOutput, split_rows
+from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
 from angelspec_backend.drafters.ngram import NgramIndex
 from angelspec_backend.engine.batch import pad_block_table, ragged
@@ -22,10 +23,10 @@ from angelspec_backend.engine.batch import pad_block_table, ragged
 NETWORK = 0
 """The source of the network's drafts; a source n > 0 is a match of n tokens."""
 
-PRIOR, PRIOR_WEIGHT = 0.3, 8.0
-"""Share of draft tokens that is expected to be accepted while nothing is known, and the tokens it counts."""
-OVERALL_WEIGHT = 16.0
-"""Tokens that the record of all sequences counts beside a sequence's own."""
+PRIOR, PRIOR_WEIGHT = 1.0, 2.0
+"""Accepted tokens that are expected of a draft while nothing is known, and the drafts that this counts."""
+OVERALL_WEIGHT = 4.0
+"""Drafts that the record of all sequences counts beside a sequence's own."""
 OVERALL_FADING, OWN_FADING = 0.99, 0.95
 """Factors per draft by which records fade."""
 PROBE_INTERVAL = 64
@@ -37,7 +38,7 @@ class Row:
     """What is known of the sequence in a slot."""
 
     index: NgramIndex
-    accepted: list[Share]  # by source: draft tokens that were accepted
+    accepted: list[Share]  # by source: tokens accepted per draft
     source: int = NETWORK  # of the draft that was proposed last
     draft: list[int] = field(default_factory=list)
 
@@ -49,10 +50,14 @@ class LookupDrafter:
     finds there what it can look up.
     """
 
-    def __init__(self, drafter: Drafter, max_n: int, num_blocks: int, block_size: int) -> None:
-        """max_n: longest match that is looked up, in tokens; num_blocks, block_size: as the KV pools have."""
+    def __init__(
+        self, drafter: Drafter, max_n: int, num_blocks: int, block_size: int, most: int = MAX_DRAFT_TOKENS
+    ) -> None:
+        """max_n: longest match that is looked up, in tokens; num_blocks, block_size: as the KV pools have;
+        most: drafts to ask the network for, since those beyond what it was trained for are hardly right.
+        """
         self.info = replace(drafter.info, looks_up=True)
-        self._drafter, self._max_n = drafter, max_n
+        self._drafter, self._max_n, self._most = drafter, max_n, most
         self._tokens = np.zeros((num_blocks, block_size), np.int32)  # the token behind each position
         self._rows: dict[int, Row] = {}  # by slot
         self._overall = self._shares(OVERALL_FADING)
@@ -73,6 +78,7 @@ class LookupDrafter:
             for row, count, alone in zip(known, wanted, lookup_only.tolist(), strict=True)
         ]
         asked = rows.copy()
+        asked["num_draft_tokens"] = np.minimum(rows["num_draft_tokens"], self._most)
         asked["num_draft_tokens"][lookup_only | [len(draft) > 0 for draft in found]] = 0
         output = self._drafter.propose(asked, feed_token_ids, block_table, hidden_states)
         drafted = split_rows(output.token_ids, output.lens)
@@ -131,7 +137,7 @@ class LookupDrafter:
         agrees = [a == b for a, b in zip(row.draft, followed, strict=False)]
         num_accepted = agrees.index(False) if False in agrees else len(agrees)
         for shares in (row.accepted, self._overall):
-            shares[row.source].observe(num_accepted, len(row.draft))
+            shares[row.source].observe(num_accepted, 1)
 
     def _shares(self, fading: float) -> list[Share]:
         return [Share(fading) for _ in range(self._max_n + 1)]

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from transformers import AutoConfig
 
+from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
 from angelspec_backend.drafters.block_drafter import BlockDrafter
 from angelspec_backend.drafters.blocks import BlockNetwork
@@ -88,4 +89,7 @@ def load_served(
     except (MemoryError, QuantizationError) as error:
         raise LoadError(f"{name}: {error}") from None
     logger.info("%s: %s, %d layers, taps %s", name, path, spec.num_layers, list(spec.tap_ids))
-    return LookupDrafter(drafter, lookup, target.num_blocks, target.block_size) if lookup else drafter
+    if not lookup:
+        return drafter
+    most = spec.num_drafts or MAX_DRAFT_TOKENS
+    return LookupDrafter(drafter, lookup, target.num_blocks, target.block_size, most)
