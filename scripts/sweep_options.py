@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loadtest.task_sets import DEFAULT_PROMPTS
 
@@ -43,6 +44,14 @@ class Plan:
     def longest(self) -> int | None:
         """The longest of the fixed lengths, which also bounds auto; None: the server's own bound."""
         return max((length for length in self.lengths if length), default=None)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for every line of results."""
+        names = ("requests", "windows", "max_tokens", "ignore_eos", "temperature", "seed")
+        prompts = [Path(source).name for source in self.prompts]
+        return {"prompts": prompts, "target": Path(self.target).name} | {
+            name: getattr(self, name) for name in names
+        }
 
 
 def draft_lengths(text: str) -> tuple[Length, ...]:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loadtest.task_sets import DEFAULT_PROMPTS
 
@@ -38,6 +39,16 @@ class Plan:
     timeout: float  # seconds per run of a tool
     work: Path  # folder of the tools' files
     out: Path | None
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for every line of results."""
+        prompts = [Path(source).name for source in self.prompts]
+        return {
+            "prompts": prompts,
+            "max_tokens": self.max_tokens,
+            "windows": self.windows,
+            "ignore_eos": True,
+        }
 
 
 def read_plan(arguments: Sequence[str], description: str) -> Plan:
