@@ -4,6 +4,7 @@
 // round.  Matrices are row-major; a stride is in elements.
 #include "native_attention.h"
 #include "native_linear.h"
+#include "native_sampling.h"
 
 // Elements below which one thread does it alone: waking sleeping threads takes tens of microseconds.
 constexpr long PARALLEL_NORM = 1 << 18, PARALLEL_ROPE = 1 << 16, PARALLEL_SILU = 1 << 16;
@@ -167,6 +168,12 @@ void angelspec_argmax(const void* logits, int32_t* out, long rows, long n, int n
     for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
         out[r] = dtype ? argmax((const bf16*)logits + r * n, n) : argmax((const float*)logits + r * n, n);
     });
+}
+
+void angelspec_find_heads(const HeadArgs* args, int dtype) {
+    const HeadArgs& a = *args;
+    for_each(a.rows, a.rows * a.vocab >= PARALLEL_NORM, a.num_threads,
+             [&](long r) { dtype ? find_head<bf16>(a, r) : find_head<float>(a, r); });
 }
 
 int angelspec_linear_kernel() { return best_linear_kernel(); }

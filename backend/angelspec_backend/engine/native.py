@@ -66,6 +66,16 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class HeadArgs(ctypes.Structure):
+    """Mirrors HeadArgs in native_sampling.h; the arrays must outlive the call."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("logits", "temperature", "ids", "relative", "count", "facts")],
+        *[(name, _long) for name in ("rows", "vocab", "width")],
+        ("num_threads", _int),
+    )
+
+
 LINEAR_KERNELS = ("none", "avx512", "amx")
 """Kernels of native_linear.h, the faster ones later."""
 
@@ -140,6 +150,11 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def find_heads(args: HeadArgs, dtype: torch.dtype) -> None:
+    """See ``sampler.native_heads``, which fills in the arguments."""
+    _library().angelspec_find_heads(args, _DTYPES[dtype])
+
+
 @functools.lru_cache(maxsize=1)
 def linear_kernel() -> str:
     """The fastest of LINEAR_KERNELS that this machine has: "amx", "avx512", or "none"."""
@@ -179,6 +194,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "argmax": [_pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+        "find_heads": [ctypes.POINTER(HeadArgs), _int],
         "linear": [ctypes.POINTER(LinearArgs)],
     }
     for name, argtypes in signatures.items():

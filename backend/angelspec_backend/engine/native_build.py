@@ -15,6 +15,7 @@ SOURCES = (
     "native_amx.h",
     "native_fma.h",
     "native_linear.h",
+    "native_sampling.h",
     "native_tile.h",
     "native_simd.h",
 )
