@@ -12,7 +12,7 @@
 constexpr long HEAD_SIZE = 128, FINE = 16, COARSE = 4;  // as in sampling_heads.py
 constexpr float INFINITE = __builtin_inff(), LOWEST_FINITE = -3.4028234663852886e38f;
 
-struct HeadArgs {  // mirrored by native.HeadArgs
+struct HeadArgs {  // mirrored by native_args.HeadArgs
     const void* logits;        // [rows, vocab]
     const float* temperature;  // [rows], 0: greedy
     int64_t* ids;              // [rows, width]
