@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from loadtest.task_sets import Messages, PromptError, load_prompts
 
 from angelspec_backend.core.config import DRAFTERS, NETWORK_DRAFTERS
 from angelspec_backend.core.fields import InvalidRequest
@@ -23,6 +22,7 @@ from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.triton.tokenizer import HuggingFaceTokenizer
 from evaluation_measure import ScoringRunner
 from evaluation_serving import EvaluationError
+from loadtest.task_sets import Messages, PromptError, load_prompts
 
 BLOCK_SIZE = 16
 DRAFT_TOKENS = 7
