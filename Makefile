@@ -14,7 +14,7 @@ help:
 	@echo 'make serve   install what is missing, then serve on 127.0.0.1 until Ctrl-C'
 	@echo '             HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002'
 	@echo '             TARGET=   Hugging Face id or local folder (default: SmolLM2-135M-Instruct)'
-	@echo '             DRAFTER=  ngram, none, or the id or folder of a small draft model'
+	@echo '             DRAFTER=  dfly, mtp, ngram, none, or the id or folder of a drafter or draft model'
 	@echo '             CONFIG=   YAML file with engine options'
 	@echo 'make setup   the installing part alone: .venv, packages, kernels, default target'
 	@echo '             PYTHON=       the Python to use, 3.10 to 3.13 (default: python3)'

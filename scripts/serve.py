@@ -75,7 +75,7 @@ def parse_arguments(arguments: list[str], env: Mapping[str, str]) -> argparse.Na
         parser.add_argument(flag, type=kind, default=env.get(name) or fallback, help=f"{text} ({name})")
 
     option("--target", "", "Hugging Face id or local folder; default: SmolLM2-135M-Instruct")
-    option("--drafter", "", "'ngram', 'none', or the id or folder of a draft model")
+    option("--drafter", "", "'dfly', 'mtp', 'ngram', 'none', or the id or folder of a drafter or draft model")
     option("--config", env.get(CONFIG_ENV, ""), "YAML file with engine options")
     option("--http-port", "8000", "HTTP port", int)
     option("--grpc-port", "8001", "gRPC port", int)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,12 @@ from angelspec_backend.core.config import (
     load_config,
 )
 from checks import CheckError
-from prepare_target import prepare_default_target
+from prepare_target import DEFAULT_TARGET, prepare_default_target
+
+BUNDLED = Path(__file__).resolve().parent.parent / "model_repository" / "drafter" / "weights"
+"""Drafters trained for the default target, a folder for each kind."""
+DEFAULT_DRAFTER = "dfly"
+"""Of the bundled ones."""
 
 
 def build_config(path: str, target: str, drafter: str) -> tuple[dict[str, Any], EngineConfig]:
@@ -57,25 +63,52 @@ def read_config(path: str) -> dict[str, Any]:
 def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str, Any]:
     """The user's options with TARGET and DRAFTER, where not empty, on top.
 
-    drafter: a drafter's name, 'none', or the id or folder of a draft model.
+    drafter: a drafter's name, 'none', or the id or folder of a draft model or of a drafter's checkpoint.
+    The default target brings the drafters that were trained for it.
     """
     options = dict(user)
     if target:
         options["target"] = target
+    bundled = bundled_drafters(str(options.get("target", "")))
+    if bundled and "drafters" not in options:
+        options["drafters"] = ",".join(["ngram", *bundled])
+        options.setdefault("drafter", DEFAULT_DRAFTER)
     if drafter:
         is_model = "/" in drafter or Path(drafter).is_dir()
-        name = "draft_model" if is_model else drafter
+        name = _kind(drafter) if is_model else drafter
         if is_model:
-            options["draft_model"] = drafter
+            options[name] = drafter
         loaded = str(options.get("drafters", EngineConfig.model_fields["drafters"].default))
         names = [part.strip() for part in loaded.split(",") if part.strip()]
         if name not in ("none", *names):
             options["drafters"] = ",".join([*names, name])
         options["drafter"] = name
+    for name in str(options.get("drafters", "")).replace(" ", "").split(","):
+        if name in bundled and not options.get(name):
+            options[name] = bundled[name]
     for key in ("target", "draft_model", *NETWORK_DRAFTERS):
         if options.get(key):
             options[key] = _absolute_or_id(key, str(options[key]))
     return options
+
+
+def bundled_drafters(target: str) -> dict[str, str]:
+    """Folders of the drafters in this repository that fit a target, by kind.  target: "" for the default."""
+    if target and Path(target).name != DEFAULT_TARGET:
+        return {}
+    return {
+        folder.name: str(folder) for folder in sorted(BUNDLED.glob("*")) if folder.name in NETWORK_DRAFTERS
+    }
+
+
+def _kind(model: str) -> str:
+    """The option that names a model: a drafter's kind if it is a checkpoint of one, else 'draft_model'."""
+    try:
+        content = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        kind = content.get("drafter", {}).get("kind")
+    except (OSError, ValueError, AttributeError):
+        kind = None
+    return kind if kind in NETWORK_DRAFTERS else "draft_model"
 
 
 def _absolute_or_id(key: str, value: str) -> str:

@@ -20,18 +20,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import Prompt, PromptError, load_prompts
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
-from benchmark_report import AR, Answers, describe_machine, to_line
+from benchmark_report import AR, Answers, to_line
 from checks import CheckError, free_ports
+from experiment_server import Subject, describe_subject
 from load import Request, Sender, Window, connect, run_window, warm_up
+from loadtest.task_sets import Prompt, PromptError, load_prompts
 from prepare_target import PrepareError
 from server import ServerError, TritonServer
 from server_config import build_config
@@ -135,17 +136,17 @@ def show_progress(what: str, window: Window) -> None:
 
 async def run(plan: Plan) -> list[dict[str, Any]]:
     """Measure, write a line per cell, return all cells."""
-    conditions = {
-        "experiment": "draft length",
-        "prompts": [Path(source).name for source in plan.prompts],
-        "max_tokens": plan.max_tokens,
-        "ignore_eos": plan.ignore_eos,
-        "temperature": plan.temperature,
-        **describe_machine(),
-    }
     cells: list[dict[str, Any]] = []
     prompts = load_prompts(*plan.prompts)
     with serving(plan) as servers:
+        server = servers.fixed or servers.auto
+        assert server is not None
+        conditions = {
+            "experiment": "draft length",
+            **describe_subject(Subject(server, "", {}), "grpc"),
+            "settings": plan.settings(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         async for found in measure(plan, prompts, servers):
             cells += found
             lines = [to_line(cell | conditions) + "\n" for cell in found]

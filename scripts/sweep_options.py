@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from loadtest.task_sets import DEFAULT_PROMPTS
+from typing import Any
 
 from benchmark_options import counts, names
+from loadtest.task_sets import DEFAULT_PROMPTS
 from sweep_report import Length, Limit
 
 MAX_LENGTH = 32
@@ -43,6 +43,14 @@ class Plan:
     def longest(self) -> int | None:
         """The longest of the fixed lengths, which also bounds auto; None: the server's own bound."""
         return max((length for length in self.lengths if length), default=None)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for every line of results."""
+        names = ("requests", "windows", "max_tokens", "ignore_eos", "temperature", "seed")
+        prompts = [Path(source).name for source in self.prompts]
+        return {"prompts": prompts, "target": Path(self.target).name} | {
+            name: getattr(self, name) for name in names
+        }
 
 
 def draft_lengths(text: str) -> tuple[Length, ...]:

@@ -25,6 +25,14 @@ from tool_runs import Measured, ToolError, run_tool
 INPUTS, LOG, ARTIFACTS = "inputs.json", "aiperf.log", "artifacts"
 SUMMARY, RECORDS = "profile_export_aiperf.json", "profile_export.jsonl"
 ENDPOINT = "/v2/models/angelspec/generate_stream"
+_STATED = (  # our name, AIPerf's, and which of its figures; it leaves out those without values
+    ("tokens_per_second", "output_token_throughput", "avg"),
+    ("requests_per_second", "request_throughput", "avg"),
+    ("p50_ms", "request_latency", "p50"),
+    ("p99_ms", "request_latency", "p99"),
+    ("ttft_p50_ms", "time_to_first_token", "p50"),
+    ("itl_p50_ms", "inter_token_latency", "p50"),
+)
 
 
 def make_inputs(requests: Sequence[Request]) -> dict[str, Any]:
@@ -117,12 +125,7 @@ def parse(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> M
             tpot_ms=values("inter_token_latency"),
             first_error=str(errors[0].get("message", errors[0])).strip() if errors else None,
             stated={
-                "tokens_per_second": float(summary["output_token_throughput"]["avg"]),
-                "requests_per_second": float(summary["request_throughput"]["avg"]),
-                "p50_ms": float(summary["request_latency"]["p50"]),
-                "p99_ms": float(summary["request_latency"]["p99"]),
-                "ttft_p50_ms": float(summary["time_to_first_token"]["p50"]),
-                "itl_p50_ms": float(summary["inter_token_latency"]["p50"]),
+                name: float(summary[metric][kind]) for name, metric, kind in _STATED if metric in summary
             },
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from loadtest.task_sets import DEFAULT_PROMPTS
+from typing import Any
 
 from benchmark_options import counts, names
 from benchmark_report import AR
+from loadtest.task_sets import DEFAULT_PROMPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("load", "perf_analyzer", "load-http", "aiperf")
@@ -38,6 +38,16 @@ class Plan:
     timeout: float  # seconds per run of a tool
     work: Path  # folder of the tools' files
     out: Path | None
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for every line of results."""
+        prompts = [Path(source).name for source in self.prompts]
+        return {
+            "prompts": prompts,
+            "max_tokens": self.max_tokens,
+            "windows": self.windows,
+            "ignore_eos": True,
+        }
 
 
 def read_plan(arguments: Sequence[str], description: str) -> Plan:

@@ -6,7 +6,6 @@ brackets when it is not our own: "ar (aiperf)".
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from rich.table import Table
 
 from angelspec_client.metrics import percentile
 from angelspec_client.results import acceptance_length
-from benchmark_report import AR
+from benchmark_report import rounded
+from experiment_cells import mode_name
 from server_counters import Counters
 from tool_runs import Measured
 
@@ -38,8 +38,7 @@ class ToolWindow:
 
 def name_mode(drafter: str, tool: str) -> str:
     """The mode of a record."""
-    mode = "ar" if drafter == AR else drafter
-    return mode if tool == "load" else f"{mode} ({tool})"
+    return mode_name(drafter) if tool == "load" else f"{mode_name(drafter)} ({tool})"
 
 
 def make_record(tool: str, drafter: str, concurrency: int, windows: Sequence[ToolWindow]) -> dict[str, Any]:
@@ -76,6 +75,7 @@ def make_record(tool: str, drafter: str, concurrency: int, windows: Sequence[Too
         "acceptance_length": acceptance_length(int(server.output_tokens), int(server.accepted_draft_tokens)),
         "draft_tokens": int(server.draft_tokens),
         "accepted_draft_tokens": int(server.accepted_draft_tokens),
+        "acceptance_by_position": server.acceptance_by_position,
         "windows": [_window_record(window) for window in windows],
         "server": {
             "requests": int(server.requests),
@@ -87,7 +87,7 @@ def make_record(tool: str, drafter: str, concurrency: int, windows: Sequence[Too
         },
         "stated": [dict(run.stated) for run in runs],
     }
-    return clean(figures | {"differences": find_differences(figures)})
+    return rounded(figures | {"differences": find_differences(figures)})
 
 
 def _window_record(window: ToolWindow) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Table:
         times = ("ttft_p50_ms", "tpot_p50_ms", "p50_ms", "p99_ms")
         table.add_row(
             str(record["concurrency"]),
-            name_mode(record["drafter"], "load"),
+            mode_name(record["drafter"]),
             tool,
             show(record["tokens_per_second"]),
             show(server["output_tokens"] / record["duration_s"]),
@@ -155,14 +155,3 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Table:
 def show(value: float | None) -> str:
     """One decimal; nothing for None."""
     return "" if value is None else f"{value:.1f}"
-
-
-def clean(value: Any) -> Any:
-    """Three decimals are enough, and JSON has no NaN."""
-    if isinstance(value, Mapping):
-        return {name: clean(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [clean(item) for item in value]
-    if isinstance(value, float):
-        return round(value, 3) if math.isfinite(value) else None
-    return value

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import server_config
 from checks import CheckError, check_disk, check_platform, check_ports, check_python, check_shm, free_ports
 from serve import parse_arguments
 from server_config import build_config, merge_config, read_config
@@ -102,11 +103,44 @@ def test_target_and_drafter_override_the_file():
 
 def test_a_drafter_that_is_a_model_becomes_the_draft_model(tmp_path, monkeypatch):
     expected = {"draft_model": "some/small", "drafters": "ngram,draft_model", "drafter": "draft_model"}
-    assert merge_config({}, "", "some/small") == expected
+    assert merge_config({}, "org/id", "some/small") == {**expected, "target": "org/id"}
     monkeypatch.chdir(tmp_path)
     make_model(Path("small"))
     assert merge_config({}, "", "small")["draft_model"] == str(tmp_path / "small")
     assert merge_config({"drafters": "draft_model"}, "", "some/small")["drafters"] == "draft_model"
+
+
+def test_a_folder_of_a_trained_drafter_is_served_as_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_model(Path("mine"))
+    Path("mine/config.json").write_text('{"architectures": ["AngelSpecDrafter"], "drafter": {"kind": "mtp"}}')
+    options = merge_config({"target": "org/id"}, "", "mine")
+    assert options == {
+        "target": "org/id",
+        "mtp": str(tmp_path / "mine"),
+        "drafters": "ngram,mtp",
+        "drafter": "mtp",
+    }
+
+
+def test_the_default_target_brings_the_drafters_trained_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_config, "BUNDLED", tmp_path / "weights")
+    for kind in ("dfly", "mtp"):
+        make_model(tmp_path / "weights" / kind)
+    make_model(tmp_path / "weights" / "notes")  # no drafter's name
+    paths = {kind: str(tmp_path / "weights" / kind) for kind in ("dfly", "mtp")}
+    everything = {**paths, "drafters": "ngram,dfly,mtp", "drafter": "dfly"}
+    assert merge_config({}, "", "") == everything
+    assert merge_config({}, "", "ngram") == {**everything, "drafter": "ngram"}
+    assert merge_config({"drafter": "none"}, "", "mtp") == {**everything, "drafter": "mtp"}
+    assert merge_config({"mtp": "org/mtp"}, "", "")["mtp"] == "org/mtp"
+    assert merge_config({"drafters": "ngram"}, "", "") == {"drafters": "ngram"}
+    assert merge_config({"drafters": "ngram"}, "", "mtp") == {
+        "drafters": "ngram,mtp",
+        "mtp": paths["mtp"],
+        "drafter": "mtp",
+    }
+    assert merge_config({}, "org/id", "") == {"target": "org/id"}, "they fit no other target"
 
 
 def test_local_folders_become_absolute_and_missing_ones_are_named(tmp_path, monkeypatch):

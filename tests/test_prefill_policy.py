@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from angelspec_backend.core.draft_policy import StepTimes
 from angelspec_backend.core.prefill_policy import FIRST_CHUNK, SMALLEST_CHUNK, PrefillPolicy
+from angelspec_backend.core.step_times import StepTimes
 from harness import Harness, config, request
 
 

@@ -11,18 +11,25 @@ token itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-BUCKETS_PER_OCTAVE = 4
-MAX_AGE = 1024
-"""Steps after which a measured time counts no more, so that one bad measurement is not believed for ever."""
+from angelspec_backend.core.step_times import StepTimes
+
 PROBE_INTERVAL = 128
-"""Steps after which every row tries a draft all the same: its text may have become easy."""
-FASTER, SLOWER = 0.3, 0.1
-"""Weights of a new time below and above what was known: a disturbance only ever makes a step longer."""
+"""Steps after which one is done the other way, with a draft for every row or with none: the texts may have
+become easy, or what is known of the other way may be wrong."""
+
+
+class Way(IntEnum):
+    """How a step's drafts are made: looking up costs the drafter no time worth mentioning."""
+
+    LOOKUP = 0
+    NETWORK = 1  # by whatever the drafter has; looking up comes first
 
 
 @dataclass
@@ -61,91 +68,117 @@ class Record:
             self.right.observe(num_accepted, min(num_accepted + 1, num_drafted))
 
 
-class StepTimes:
-    """Seconds a step takes for each number of verified tokens, learnt from the steps themselves."""
+def new_records(fading: float) -> tuple[Record, ...]:
+    """One by way."""
+    return tuple(Record(fading) for _ in Way)
 
-    def __init__(self) -> None:
-        self._buckets: dict[int, tuple[float, float, int]] = {}  # mean tokens, mean seconds, last step
-        self._step = 0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in a measurement."""
-        self._step += 1
-        bucket = round(np.log2(num_tokens) * BUCKETS_PER_OCTAVE)
-        tokens, mean, seen = self._buckets.get(bucket, (float(num_tokens), seconds, self._step))
-        if self._step - seen > MAX_AGE:
-            tokens, mean = float(num_tokens), seconds
-        mean += (FASTER if seconds < mean else SLOWER) * (min(seconds, 2 * mean) - mean)
-        tokens += FASTER * (num_tokens - tokens)
-        self._buckets[bucket] = (tokens, mean, self._step)
+@dataclass(frozen=True)
+class Option:
+    """What one way of drafting promises to the rows of a step."""
 
-    def estimate(self, num_tokens: int) -> float | None:
-        """Seconds of a step of so many tokens; None while nothing is known."""
-        return float(self.predict(np.array([num_tokens]))[0]) if self._buckets else None
+    way: Way
+    right: NDArray[np.float64]  # [num_rows] chances that a draft token is right
+    found: NDArray[np.float64]  # [num_rows] chances that one is found at all
+    limits: NDArray[np.int64]  # [num_rows] longest draft allowed, 0 for a row that is not to draft
 
-    def predict(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds for steps of so many tokens, [n] -> [n], never falling.
 
-        Hopeful where nothing is known, so that it is tried and then known: tokens beyond the largest step
-        seem free, and a step smaller than the smallest proportionally faster.
-        """
-        known = [(t, s) for t, s, seen in self._buckets.values() if self._step - seen <= MAX_AGE]
-        if not known:
-            return np.ones(len(num_tokens))
-        tokens, seconds = np.array([(0.0, 0.0), *sorted(known)]).T
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # slower than a larger step: disturbed
-        return np.interp(num_tokens, tokens, seconds)
+@dataclass(frozen=True)
+class Choice:
+    """The best a way can do."""
+
+    way: Way
+    lengths: NDArray[np.int64]  # [num_rows] of the drafts
+    seconds: float  # expected mean time per token
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any row does."""
+        return bool(self.lengths.any())
 
 
 class DraftPolicy:
     """Chooses draft lengths for all rows of a step, and learns from how the step went."""
 
     def __init__(self, num_drafters: int) -> None:
-        self.times = StepTimes()
-        self._overall = [Record(fading=0.999) for _ in range(num_drafters)]
+        self.times = StepTimes()  # of all steps
+        # A drafter's own time comes on top of what its drafts cost the target, so such steps count apart.
+        self._plain, self._drafting = StepTimes(), tuple(StepTimes() for _ in Way)
+        self._overall = [new_records(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
-    def chances(self, drafter: int, own: Record) -> tuple[float, float]:
+    def chances(self, drafter: int, way: Way, own: Sequence[Record]) -> tuple[float, float]:
         """A sequence's chances that a draft token is right and that it is found at all.
 
-        Its own record counts, led by that of all others at first.
+        Its own record counts, led by that of all others at first.  own: by way
         """
-        overall = self._overall[drafter]
-        right = own.right.estimate(prior=overall.right.estimate(prior=0.5))
-        return right, own.found.estimate(prior=overall.found.estimate(prior=0.5))
+        overall, record = self._overall[drafter][way], own[way]
+        right = record.right.estimate(prior=overall.right.estimate(prior=0.5))
+        return right, record.found.estimate(prior=overall.found.estimate(prior=0.5))
 
-    def choose(
-        self, right: NDArray[np.float64], found: NDArray[np.float64], limits: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Draft lengths that minimise the expected mean time per token.
+    def choose(self, options: Sequence[Option]) -> Choice:
+        """The way and the draft lengths that minimise the expected mean time per token."""
+        choices = [self._best(option) for option in options]
+        chosen = min(choices, key=lambda choice: choice.seconds)
+        self._num_steps += 1
+        if self._num_steps % PROBE_INTERVAL:
+            return chosen
+        return self._probe(chosen, choices, options)
 
-        right, found: [num_rows] chances of a draft token; limits: [num_rows] longest draft allowed, 0 for a
-        row that is not to draft.  Every row decodes one token anyway.  Returns [num_rows].
-        """
+    def _best(self, option: Option) -> Choice:
+        right, found, limits = option.right, option.found, option.limits
         num_rows, longest = len(limits), int(limits.max(initial=0))
-        if longest == 0:
-            return np.zeros_like(limits)
         # Steps per token for each draft length, [num_rows, longest + 1], and what each draft token saves.
         gained = np.cumsum(right[:, None] ** np.arange(longest + 1), axis=1) - 1  # tokens, if found
         savings = -np.diff(1 / (1 + found[:, None] * gained), axis=1)
         savings[np.arange(longest) >= limits[:, None]] = -1.0
         order = np.argsort(-savings, axis=None, kind="stable")[: int(limits.sum())]
         mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings.flat[order])]) / num_rows
-        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // longest])])
-        best = int(np.argmin(mean_steps * self.times.predict(num_tokens)))
-        lengths = np.bincount(order[:best] // longest, minlength=num_rows)
-        # All at once, since on some machines the first draft makes the whole step dearer.
-        self._num_steps += 1
-        probing = self._num_steps % PROBE_INTERVAL == 0
-        return np.maximum(lengths, np.minimum(limits, int(probing)))
+        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // max(longest, 1)])])
+        times = mean_steps * self._seconds(option.way, num_tokens)
+        best = int(np.argmin(times))
+        lengths = np.bincount(order[:best] // max(longest, 1), minlength=num_rows)
+        return Choice(option.way, lengths, float(times[best]))
+
+    def _probe(self, chosen: Choice, choices: Sequence[Choice], options: Sequence[Option]) -> Choice:
+        """What else could be done, one after the other; with drafts in all rows, since on some machines the
+        first draft makes the whole step dearer."""
+        others = [
+            Choice(choice.way, np.maximum(choice.lengths, np.minimum(option.limits, 1)), choice.seconds)
+            for choice, option in zip(choices, options, strict=True)
+            if choice is not chosen or not chosen.drafts
+        ]
+        if chosen.drafts:
+            others.append(Choice(chosen.way, np.zeros_like(chosen.lengths), chosen.seconds))
+        return others[self._num_steps // PROBE_INTERVAL % len(others)]
 
     def observe_draft(
-        self, drafter: int, own: Record, num_wanted: int, num_drafted: int, num_accepted: int
+        self,
+        drafter: int,
+        way: Way,
+        own: Sequence[Record],
+        num_wanted: int,
+        num_drafted: int,
+        num_accepted: int,
     ) -> None:
         """Take in how one row's draft fared."""
-        for record in (own, self._overall[drafter]):
+        for record in (own[way], self._overall[drafter][way]):
             record.observe(num_wanted, num_drafted, num_accepted)
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took that decoded so many tokens, drafts included, and no prompt."""
+    def observe_step(self, num_tokens: int, seconds: float, way: Way | None) -> None:
+        """Take in how long a step took that decoded so many tokens, drafts included, and no prompt.
+
+        way: in which drafts were asked for, whether any were found or not; None: none were.
+        """
         self.times.observe(num_tokens, seconds)
+        (self._plain if way is None else self._drafting[way]).observe(num_tokens, seconds)
+
+    def _seconds(self, way: Way, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of a step without drafts, and of steps with more and more of them.
+
+        num_tokens: [n] verified in them -> [n]
+        """
+        plain, drafting = (each if each.known else self.times for each in (self._plain, self._drafting[way]))
+        seconds = plain.predict(num_tokens)  # with drafts it takes no less
+        seconds[1:] = np.maximum(seconds[1:], drafting.predict(num_tokens[1:]))
+        return seconds

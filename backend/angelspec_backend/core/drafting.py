@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy, StepTimes
-from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
-from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
+from angelspec_backend.core.draft_policy import DraftPolicy, Option, Way
+from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
+from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
 from angelspec_backend.core.step import ScheduledRow
+from angelspec_backend.core.step_times import StepTimes
 
 NO_TOKEN = -1
 NO_STATES: NDArray[np.uint8] = np.zeros(0, np.uint8)
@@ -25,11 +26,12 @@ class Drafting:
     """Plans and records how far each sequence's drafter has come."""
 
     def __init__(self, config: LoopConfig, blocks: BlockManager) -> None:
-        self.alive = True  # off while there is no drafter: every row is then decoded autoregressively
+        self.alive = loaded(config.drafters)  # rows of other drafters are decoded autoregressively
         self._config = config
         self._blocks = blocks
         self._policy = DraftPolicy(len(config.drafters))
         self._budget = 0  # positions that may still be fed in the step being planned
+        self.way = Way.NETWORK  # how drafts are made in the step being planned
 
     @property
     def times(self) -> StepTimes:
@@ -38,9 +40,7 @@ class Drafting:
 
     def drafter_of(self, seq: Sequence) -> DrafterInfo | None:
         """The drafter that drafts for a sequence; None: it is decoded autoregressively."""
-        if not self.alive or seq.drafter == NO_DRAFTER:
-            return None
-        return self._config.drafters[seq.drafter]
+        return self._config.drafters[seq.drafter] if seq.drafter in self.alive else None
 
     def needs_states(self, seq: Sequence) -> bool:
         """Whether the sequence's drafter is fed with hidden states."""
@@ -54,19 +54,30 @@ class Drafting:
         # A drafter that is far behind catches up in pieces, not in one endless step.
         self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
         limits = [
-            min(seq.request.num_draft_tokens, seq.num_wanted - 1)
-            if self.alive and seq.drafter != NO_DRAFTER
-            else 0
+            min(seq.request.num_draft_tokens, seq.num_wanted - 1) if seq.drafter in self.alive else 0
             for seq in decoding
         ]
+        self.way = Way.NETWORK
         if not self._config.adaptive_drafts or not any(limits):
             return limits
-        chances = [
-            self._policy.chances(seq.drafter, seq.record) if limit else (0.0, 0.0)
-            for seq, limit in zip(decoding, limits, strict=True)
-        ]
-        right, found = np.array(chances).T
-        return self._policy.choose(right, found, np.array(limits)).tolist()
+        chosen = self._policy.choose([self._option(way, decoding, limits) for way in self._ways(decoding)])
+        self.way = chosen.way
+        return chosen.lengths.tolist()
+
+    def _ways(self, decoding: list[Sequence]) -> list[Way]:
+        """The ways that drafts can be made in for these sequences."""
+        drafters = [self.drafter_of(seq) for seq in decoding]
+        both = any(each.looks_up and each.tap_ids for each in drafters if each)
+        return [Way.LOOKUP, Way.NETWORK] if both else [Way.NETWORK]
+
+    def _option(self, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
+        """What one way promises to these sequences."""
+        right, found, longest = np.zeros(len(limits)), np.zeros(len(limits)), np.zeros(len(limits), np.int64)
+        for row, (seq, limit) in enumerate(zip(decoding, limits, strict=True)):
+            if limit and (way is Way.NETWORK or self._config.drafters[seq.drafter].looks_up):
+                right[row], found[row] = self._policy.chances(seq.drafter, way, seq.records)
+                longest[row] = limit
+        return Option(way, right, found, longest)
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
@@ -89,12 +100,12 @@ class Drafting:
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
         if all(row.num_tokens == 1 and not row.catches_up for row in rows):
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds)
+            way = next((row.way for row in rows if row.num_draft_tokens), None)
+            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds, way)
         for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
             if row.num_draft_tokens:
-                self._policy.observe_draft(
-                    row.seq.drafter, row.seq.record, row.num_draft_tokens, drafted, max(sampled - 1, 0)
-                )
+                fared = row.num_draft_tokens, drafted, max(sampled - 1, 0)
+                self._policy.observe_draft(row.seq.drafter, row.way, row.seq.records, *fared)
 
     def advance(
         self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]

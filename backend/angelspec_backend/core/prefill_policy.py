@@ -7,7 +7,7 @@ the times of earlier steps, so it is right on any machine and shrinks as the con
 
 from __future__ import annotations
 
-from angelspec_backend.core.draft_policy import StepTimes
+from angelspec_backend.core.step_times import StepTimes
 
 FIRST_CHUNK = 64
 """Prompt tokens beside decoding rows while nothing is known."""

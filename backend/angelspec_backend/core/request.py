@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
-from angelspec_backend.core.draft_policy import Record
+from angelspec_backend.core.draft_policy import Record, new_records
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest
@@ -56,7 +56,7 @@ class Sequence:
     slot: int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    record: Record = field(default_factory=lambda: Record(fading=0.9))  # of its drafts
+    records: tuple[Record, ...] = field(default_factory=lambda: new_records(fading=0.9))  # of its drafts
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

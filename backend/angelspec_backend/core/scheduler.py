@@ -68,14 +68,15 @@ class Scheduler:
             self._preempt(seq)
 
     @property
-    def drafting(self) -> bool:
-        """Whether a drafter is alive; without one every row is decoded autoregressively."""
+    def drafters(self) -> frozenset[int]:
+        """Indices of the drafters that are alive; rows of others are decoded autoregressively."""
         return self._drafting.alive
 
-    def forget_drafter(self, alive: bool) -> None:
-        """The drafter lost its context, and may be gone: what it saw has to be fed again from the start.
+    def forget_drafters(self, alive: frozenset[int]) -> None:
+        """The drafters lost their context, and some may be gone: what they saw has to be fed again.
 
         Hidden states cannot be fed again, so sequences that need them are computed anew.
+        alive: indices of those that can draft from now on.
         """
         self._drafting.alive = alive
         self._blocks.forget_drafters()
@@ -188,7 +189,7 @@ class Scheduler:
                 return None
         self._budget -= num_tokens + drafts
         self._drafting.take_budget(num_feed)
-        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter)
+        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter, self._drafting.way)
 
     def _admit(self, seq: Sequence) -> bool:
         """Start the first waiting sequence if a slot is free and its known tokens fit beside the others."""

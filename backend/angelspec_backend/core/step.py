@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.draft_policy import Way
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput
 from angelspec_backend.core.request import Sequence
@@ -21,6 +22,7 @@ class ScheduledRow:
     num_feed: int  # positions for the drafter
     num_draft_tokens: int  # drafts wanted
     drafter: DrafterInfo | None = None  # None: nothing is drafted or fed
+    way: Way = Way.NETWORK  # in which drafts are made
 
     @property
     def samples(self) -> bool:
@@ -65,6 +67,7 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 seq.num_fed,
                 row.num_feed,
                 row.num_draft_tokens,
+                int(row.way is Way.LOOKUP),
                 len(seq.table),
                 sampling.top_k,
                 sampling.temperature,

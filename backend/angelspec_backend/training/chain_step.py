@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from angelspec_backend.drafters.chain import ChainNetwork
+from angelspec_backend.drafters.chain import ChainNetwork, FrozenHead
 from angelspec_backend.drafters.unroll import unroll
+from angelspec_backend.training import fused_terms
 from angelspec_backend.training.anchors import choose_anchors
 from angelspec_backend.training.batches import Batch
 from angelspec_backend.training.block_step import Rule
@@ -95,6 +96,8 @@ class ChainStep(nn.Module):
 
     def _of_chunk(self, output: Tensor, labels: Tensor, last: Tensor) -> Terms:
         options, teacher = self.objective.terms, None
+        if isinstance(self.network.lm_head, FrozenHead) and fused_terms.supports(options):
+            return fused_terms.fused_terms(output, labels, self.head, last)
         if options.need_teacher:
             with torch.no_grad():
                 teacher = F.linear(last, self.head)
