@@ -129,6 +129,7 @@ class TierShape(LoadTestShape):
         super().reset_time()
         self.began = time.time()
         self.tiers = []  # the options may have changed in the web UI
+        self.last_busy = 0.0
 
     def tick(self) -> tuple[int, float, list[type[User]]] | None:
         assert self.runner is not None

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
 from benchmark_options import counts, names
 from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
 from load import DEFAULT_SERVERS, Request, Window, connect, run_window, warm_up
+from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 
 TABLE_WIDTH = 110
 CONSOLE = Console(stderr=True, highlight=False)

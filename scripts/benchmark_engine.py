@@ -60,8 +60,8 @@ class Stopwatch:
         return call
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Time the parts of a step inside this block."""
+    def measuring(self, network: FusedLlama) -> Iterator[None]:
+        """Time the parts of a step of this model inside this block."""
         places: list[tuple[Any, str, str]] = [
             (PackedLinear, "forward", "matmul"),
             (native, "paged_attention", "attention"),
@@ -72,9 +72,16 @@ class Stopwatch:
         saved = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
         for owner, name, part in places:
             setattr(owner, name, self.timed(part, getattr(owner, name)))
+        inside = torch.zeros(2, dtype=torch.float64)  # the native call over all layers keeps time itself
+        if network.native_layers:
+            network.native_layers.seconds = inside
         try:
             yield
         finally:
+            if network.native_layers:
+                network.native_layers.seconds = None
+            for name, seconds in zip(("matmul", "attention"), inside.tolist(), strict=True):
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             for owner, name, function in saved:
                 setattr(owner, name, function)
 
@@ -86,15 +93,13 @@ def matmul_floor(model: FusedLlama, num_tokens: int, head: bool = True) -> Calla
     def inputs(linear: PackedLinear) -> torch.Tensor:
         return torch.randn(count, linear.in_features).to(model.dtype)
 
-    layer = model.layers[0]
-    shapes = [inputs(linear) for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+    shapes = [inputs(linear) for linear in model.decoder.layers[0].linears()]
     at_head = inputs(model.head)
 
     @torch.inference_mode()
     def run() -> None:
-        for each in model.layers:
-            linears = (each.qkv, each.attention_out, each.gate_up, each.down)
-            for linear, x in zip(linears, shapes, strict=True):
+        for layer in model.decoder.layers:
+            for linear, x in zip(layer.linears(), shapes, strict=True):
                 linear(x)
         if head:
             model.head(at_head)
@@ -122,7 +127,7 @@ def measure(
 
     matmul_s, step_s = median_seconds([floor, run], options.repeats)
     stopwatch = Stopwatch()
-    with stopwatch.measuring():
+    with stopwatch.measuring(runner.network):
         for _ in range(options.repeats):
             run()
     kv_bytes = rows * (texts.context + tokens) * runner.pool.bytes_per_token
@@ -151,15 +156,13 @@ def measure_prefill(engine: TargetEngine, target: str, repeats: int) -> dict[str
             engine.step(step, DraftOutput.empty(1))
 
     matmul_s, prefill_s = median_seconds([matmuls, run], repeats)
-    linears = (
-        model.layers[0].qkv,
-        model.layers[0].attention_out,
-        model.layers[0].gate_up,
-        model.layers[0].down,
-    )
-    weights = len(model.layers) * sum(linear.in_features * linear.out_features for linear in linears)
-    scores = model.num_heads * model.head_dim * PREFILL_TOKENS * (PREFILL_TOKENS + 1) / 2  # multiplications
-    attention_flop = 2 * 2 * len(model.layers) * scores  # of scores and of values
+    decoder = model.decoder
+    layers, linears = len(decoder.layers), decoder.layers[0].linears()
+    weights = layers * sum(linear.in_features * linear.out_features for linear in linears)
+    scores = (
+        decoder.num_heads * decoder.head_dim * PREFILL_TOKENS * (PREFILL_TOKENS + 1) / 2
+    )  # multiplications
+    attention_flop = 2 * 2 * layers * scores  # of scores and of values
     matmul_flop = 2 * weights * PREFILL_TOKENS
     return {
         "prefill_tokens": PREFILL_TOKENS,

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from rich.console import Console
 
 from benchmark_report import describe_machine, to_line
+from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from peers_options import Plan, read_plan
 from peers_report import make_table, summarize
 from peers_servers import PeerError, PeerServer, maybe_frozen, start, stop, version, wait_until_ready

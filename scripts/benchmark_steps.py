@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 from numpy.typing import NDArray
 
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.target import TargetEngine
+from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 
 BLOCK_SIZE = 16
 PREFILL_CHUNK = 512  # tokens, as in the server's steps

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from loadtest.task_sets import DEFAULT_PROMPTS, Messages, load_prompts
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +30,7 @@ from angelspec_backend.engine.target import TargetEngine
 from benchmark_engine import ROOT
 from benchmark_options import counts
 from benchmark_steps import BLOCK_SIZE, make_step, median_seconds
+from loadtest.task_sets import DEFAULT_PROMPTS, Messages, load_prompts
 
 CONTEXT = 128
 Tokens = NDArray[np.int32]

@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
 import torch
-from loadtest.task_sets import PromptError
 from rich.console import Console
 
 from angelspec_backend.core.params import GenerationRequest
@@ -36,6 +35,7 @@ from evaluation_models import LoadedDrafter, Tasks, load_drafter, load_target, l
 from evaluation_options import parse_arguments
 from evaluation_report import AR, Result, drafter_table, records, task_table, wall_table
 from evaluation_serving import EvaluationError, Served, make_requests, serve
+from loadtest.task_sets import PromptError
 
 
 class Evaluation:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from loadtest.task_sets import Messages, PromptError, load_prompts
 
-from angelspec_backend.core.config import DRAFTERS
+from angelspec_backend.core.config import DRAFTERS, NETWORK_DRAFTERS
 from angelspec_backend.core.fields import InvalidRequest
 from angelspec_backend.core.prompt import read_prompt
 from angelspec_backend.drafters.base import Drafter
 from angelspec_backend.drafters.draft_model import DraftModelDrafter, check_compatible
+from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.ngram import NgramDrafter
 from angelspec_backend.drafters.served import ServedTarget, load_served
 from angelspec_backend.drafters.spec import BLOCK_KINDS, DrafterSpec
@@ -22,6 +22,7 @@ from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.triton.tokenizer import HuggingFaceTokenizer
 from evaluation_measure import ScoringRunner
 from evaluation_serving import EvaluationError
+from loadtest.task_sets import Messages, PromptError, load_prompts
 
 BLOCK_SIZE = 16
 DRAFT_TOKENS = 7
@@ -39,9 +40,10 @@ Tasks = dict[str, list[tuple[int, ...]]]
 class DrafterChoice:
     """A drafter as --drafters names it."""
 
-    label: str  # of its figures; the kind, or the kind and a note: dfly-step4000
+    label: str  # of its figures; the kind, or the kind and more: dfly+lookup-step4000
     kind: str  # of core.config.DRAFTERS
     path: str = ""  # folder or Hugging Face id of the checkpoint; "" for ngram
+    lookup: bool = False  # before its network is asked, as the server does it
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,23 @@ class LoadedDrafter:
 
 
 def read_choice(text: str) -> DrafterChoice:
-    """NAME, or NAME=FOLDER; a name is a kind of drafter, or one with a note behind it as in dfly-step4000.
+    """NAME, or NAME=FOLDER; a name is a kind of drafter, maybe with +lookup or a note: dfly-step4000.
 
     Raises:
         ValueError: no such kind, or the checkpoint is missing or needless.
     """
     label, _, path = text.partition("=")
-    kind = label.partition("-")[0]
-    if kind not in DRAFTERS:
+    kind, plus, more = label.partition("-")[0].partition("+")
+    if kind not in DRAFTERS or (plus and (more != "lookup" or kind not in NETWORK_DRAFTERS)):
         raise ValueError(
-            f"'{label}' is no drafter; allowed: {', '.join(DRAFTERS)}, also with a note as in dfly-step4000"
+            f"'{label}' is no drafter; allowed: {', '.join(DRAFTERS)}, those with a network also as in "
+            "dfly+lookup, and with a note as in dfly-step4000"
         )
     if kind == "ngram" and path:
         raise ValueError(f"ngram has no checkpoint, got '{path}'")
     if kind != "ngram" and not path:
         raise ValueError(f"'{label}' needs a checkpoint: {label}=FOLDER or {label}=HUGGING_FACE_ID")
-    return DrafterChoice(label, kind, path)
+    return DrafterChoice(label, kind, path, bool(plus))
 
 
 def load_tasks(sources: Sequence[str], target: str, per_set: int, seed: int, max_tokens: int) -> Tasks:
@@ -155,14 +158,14 @@ def load_drafter(
         )
     else:
         served = ServedTarget(target, runner.dtype, device, blocks, size)
-        drafter = load_served(choice.kind, choice.path, served)
-        spec = drafter.network.spec  # type: ignore[attr-defined]  # both classes of trained drafters have it
-    try:
-        drafter.info.check_target(runner.num_layers, runner.hidden_size * runner.dtype.itemsize)
-    except ValueError as error:
-        raise EvaluationError(f"{choice.label}: {error}") from None
+        drafter = network = load_served(choice.kind, choice.path, served)
+        spec = network.network.spec  # type: ignore[attr-defined]  # both classes of trained drafters have it
+        if choice.lookup:
+            drafter = LookupDrafter(network, NGRAM_SIZES[1], blocks, size, spec.num_drafts)
+    info = drafter.info.checked(runner.num_layers, runner.hidden_size * runner.dtype.itemsize)
+    if info.failure:
+        raise EvaluationError(f"{choice.label}: {info.failure}")
     trained = spec.num_drafts if spec else 0
-    count = num_draft_tokens or trained or DRAFT_TOKENS
-    return LoadedDrafter(
-        choice, drafter, min(count, trained) if spec and spec.kind in BLOCK_KINDS else count, spec
-    )
+    count = num_draft_tokens or (DRAFT_TOKENS if choice.lookup else trained) or DRAFT_TOKENS
+    longest = trained if spec and spec.kind in BLOCK_KINDS and not choice.lookup else count
+    return LoadedDrafter(choice, drafter, min(count, longest), spec)

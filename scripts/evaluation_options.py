@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from loadtest.task_sets import DEFAULT_PROMPTS
 
 from angelspec_backend.core.params import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from benchmark_options import names
 from evaluation_models import DrafterChoice, read_choice
+from loadtest.task_sets import DEFAULT_PROMPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 WALL_PROMPTS = 6

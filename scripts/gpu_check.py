@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 
 from angelspec_backend.engine.loader import load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
@@ -29,6 +28,7 @@ from benchmark_steps import BLOCK_SIZE
 from gpu_generation import compare_generation
 from gpu_kernels import check_attention, check_products
 from gpu_steps import check_graphs, step_times, weight_bytes
+from loadtest.task_sets import DEFAULT_PROMPTS, load_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 

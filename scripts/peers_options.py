@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import DEFAULT_PROMPTS
-
 from benchmark_options import counts
+from loadtest.task_sets import DEFAULT_PROMPTS
 from peers_servers import PeerError, PeerServer, parse_server
 
 

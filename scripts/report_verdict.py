@@ -104,7 +104,7 @@ def no_gain(compared: Compared) -> tuple[str, str]:
     if "single" in kinds:
         return "open", f"No gain can be claimed: of one window no spread is known; {shown}."
     if "loss" not in kinds:
-        return "open", f"No gain shows: the spread over windows includes 1 wherever it is known; {shown}."
+        return "open", f"No gain shows: no spread over windows lies above 1; {shown}."
     if "open" not in kinds:
         return "con", f"Do not speculate: plain decoding is faster at every concurrency measured; {shown}."
     return "con", f"Do not speculate: no drafter beats plain decoding in every window anywhere; {shown}."

@@ -24,7 +24,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, fits, load_prompts
 from rich.console import Console
 
 from angelspec_backend.core.yaml_options import OptionsError
@@ -38,6 +37,7 @@ from experiment_report import limit_lines, make_table, progress_line
 from experiment_results import Results, ResultsError
 from experiment_server import Subject, describe_subject, open_subject
 from load import Request, Sender, connect, run_window, warm_up
+from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, fits, load_prompts
 from prepare_target import PrepareError
 from server import ServerError
 from server_counters import CountersError

@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from loadtest.task_sets import Prompt, PromptError, load_prompts
 from rich.console import Console
 
 import tool_aiperf
@@ -28,6 +27,7 @@ from angelspec_client import AngelSpecError
 from benchmark_report import AR, to_line
 from experiment_server import Subject, describe_subject
 from load import Request, Sender, connect, run_window, warm_up
+from loadtest.task_sets import Prompt, PromptError, load_prompts
 from server_counters import CountersError, read_counters
 from tool_runs import Measured, ToolError, from_generations
 from tools_options import Plan, read_plan

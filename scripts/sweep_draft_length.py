@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.task_sets import Prompt, PromptError, load_prompts
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
@@ -33,6 +32,7 @@ from benchmark_report import AR, Answers, to_line
 from checks import CheckError, free_ports
 from experiment_server import Subject, describe_subject
 from load import Request, Sender, Window, connect, run_window, warm_up
+from loadtest.task_sets import Prompt, PromptError, load_prompts
 from prepare_target import PrepareError
 from server import ServerError, TritonServer
 from server_config import build_config

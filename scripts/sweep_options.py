@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import DEFAULT_PROMPTS
-
 from benchmark_options import counts, names
+from loadtest.task_sets import DEFAULT_PROMPTS
 from sweep_report import Length, Limit
 
 MAX_LENGTH = 32

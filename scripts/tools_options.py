@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.task_sets import DEFAULT_PROMPTS
-
 from benchmark_options import counts, names
 from benchmark_report import AR
+from loadtest.task_sets import DEFAULT_PROMPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("load", "perf_analyzer", "load-http", "aiperf")

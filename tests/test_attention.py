@@ -177,6 +177,31 @@ def test_a_query_is_the_same_to_the_bit_alone_and_in_any_batch(function, case, d
     assert torch.equal(case.take(*picks).attend(function), expected)
 
 
+@pytest.mark.skipif(not native.available(), reason="no g++")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sliding_window", [0, 70])
+@pytest.mark.parametrize("heads", [(9, 3), (16, 8), (40, 4)])
+def test_rows_that_are_many_are_computed_as_each_alone(heads, sliding_window, dtype):
+    # So many that a thread takes all heads of a row together, where their queries fit.
+    contexts = [0, 1, 15, 63, 64, 100, 511, 512, 513, 700, 1100, 30]
+    rows = [(context, 1 + row % 4) for row, context in enumerate(contexts * 2)]
+    case = make_case(rows, dtype, heads, sinks=heads[1] == 3, sliding_window=sliding_window)
+    whole, starts = case.attend(), case.batch.query_start.tolist()
+    assert_close(whole, case.attend(torch_paged_attention))
+    for row, (_, count) in enumerate(rows):
+        assert torch.equal(case.take((row, 0, count)).attend(), whole[starts[row] : starts[row + 1]])
+
+
+@pytest.mark.parametrize("function", IMPLEMENTATIONS)
+def test_the_blocks_of_a_cache_may_lie_apart(function):
+    case = make_case([(100, 3), (20, 1)])
+    shape = case.keys.shape
+    both = torch.cat([case.keys.flatten(1), torch.randn(len(case.keys), 24), case.values.flatten(1)], 1)
+    keys, _, values = both.split([shape[1:].numel(), 24, shape[1:].numel()], 1)
+    apart = replace(case, keys=keys.unflatten(1, shape[1:]), values=values.unflatten(1, shape[1:]))
+    assert torch.equal(apart.attend(function), case.attend(function))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", IMPLEMENTATIONS)
 def test_the_number_of_threads_changes_nothing(function, dtype):
@@ -251,7 +276,7 @@ def copy_package(folder: Path) -> dict[str, str]:
     target.mkdir(parents=True)
     (target.parent / "__init__.py").touch()
     (target / "__init__.py").touch()
-    for name in ("native.py", "native_build.py", *SOURCES):
+    for name in ("native.py", "native_args.py", "native_build.py", *SOURCES):
         (target / name).write_bytes((source / name).read_bytes())
     return {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from angelspec_backend.core.loop_config import DrafterInfo
+from angelspec_backend.core.loop_config import DrafterInfo, loaded
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
-from angelspec_backend.drafters.base import DrafterHost
+from angelspec_backend.drafters.base import DrafterHost, MissingDrafter
+from angelspec_backend.drafters.ngram import NgramDrafter
 
 TAPS = ((), (4,), (0, 2, 7))
 """Tap ids of the three drafters."""
@@ -162,11 +163,22 @@ def test_a_drafter_that_contradicts_itself_is_refused(values, message):
         DrafterInfo(**({"name": "x", "keeps_drafts": False, "shares_blocks": True} | values))
 
 
-def test_a_target_without_the_layers_or_of_another_size_is_refused():
+def test_a_drafter_that_reads_what_the_target_does_not_put_out_counts_as_failed():
     info = DrafterInfo("x", False, True, (0, 5), 8)
-    info.check_target(num_layers=6, hidden_bytes=8)
-    with pytest.raises(ValueError, match=r"'x': tap_ids are \[0, 5\], but the target has layers 0 to 4"):
-        info.check_target(num_layers=5, hidden_bytes=8)
-    with pytest.raises(ValueError, match="'x': hidden_bytes is 8, but those of the target are 4"):
-        info.check_target(num_layers=6, hidden_bytes=4)
-    DrafterInfo("y", False, False).check_target(num_layers=1, hidden_bytes=4)
+    assert info.checked(num_layers=6, hidden_bytes=8) == info
+    few, small = info.checked(num_layers=5, hidden_bytes=8), info.checked(num_layers=6, hidden_bytes=4)
+    assert few.failure == "tap_ids are [0, 5], but the target has layers 0 to 4"
+    assert "hidden_bytes is 8, but those of the target are 4" in small.failure
+    assert (few.name, few.tap_ids) == ("x", ())
+    other = DrafterInfo("y", False, False)
+    assert other.checked(num_layers=1, hidden_bytes=4) == other
+
+
+def test_a_drafter_that_could_not_be_loaded_keeps_the_place_of_its_name():
+    host = DrafterHost([MissingDrafter("x", "no such folder"), NgramDrafter(1, 2, 4)], 4)
+    assert loaded([each.info for each in host.drafters]) == {1}
+    rows = np.zeros(2, ROW)
+    rows["slot"], rows["drafter"], rows["num_feed"], rows["num_draft_tokens"] = [0, 1], [0, 1], 3, 2
+    feed = np.array([7, 8, 7] * 2, np.int32)
+    output = host.propose(StepInput(rows, feed, feed, np.zeros(0, np.int32)))
+    assert (output.lens.tolist(), output.token_ids.tolist()) == ([0, 2], [8, 7])

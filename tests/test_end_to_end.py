@@ -348,4 +348,9 @@ def test_metrics_count_what_was_served(client, endpoint):
     result = client.generate(messages=CHAT, drafter="draft_model", num_draft_tokens=4, **GREEDY)
     wait_until(lambda: endpoint.metric(names[0]) >= before[0] + 24)
     assert endpoint.metric(names[1]) == before[1] + result.num_input_tokens
-    assert endpoint.metric("angelspec_spec_decode_num_accepted_tokens_total") > 0
+    accepted = "angelspec_spec_decode_num_accepted_tokens"
+    per_pos = f"{accepted}_per_pos_total"
+    wait_until(lambda: endpoint.metric(f"{accepted}_total") == endpoint.metric(per_pos) > 0)
+    at = [endpoint.metric(per_pos, f'position="{k}"') for k in range(32)]
+    assert endpoint.metric("angelspec_spec_decode_num_drafts_total") >= at[0]
+    assert at == sorted(at, reverse=True), "a draft token counts only where all before it were accepted"

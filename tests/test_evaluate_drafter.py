@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from loadtest.task_sets import PromptError
 from transformers import PreTrainedTokenizerFast
 
 import evaluate_drafter
@@ -25,6 +24,7 @@ from evaluation_options import parse_arguments
 from evaluation_report import Result
 from evaluation_serving import EvaluationError, _loop_config, make_requests, serve
 from families import tiny_model
+from loadtest.task_sets import PromptError
 from random_drafters import random_drafter
 
 VOCAB = 23  # so few that random drafters are right now and then

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loadtest.task_sets import Prompt
 from rich.console import Console
 
 import run_experiment
@@ -21,6 +20,7 @@ from experiment_limits import Limits, check_limits
 from experiment_report import limit_lines, make_table, progress_line
 from experiment_results import Results, ResultsError
 from load import Request, Window
+from loadtest.task_sets import Prompt
 from server_counters import Counters, parse_counters
 
 EXAMPLES = Path(run_experiment.__file__).parent / "experiments"

@@ -141,6 +141,31 @@ def test_row_kernels_equal_the_torch_formulas_and_rows_do_not_depend_on_each_oth
         assert torch.equal(native.silu_and_mul(gate_up[one], torch.empty_like(x[one])), activated[one])
 
 
+@pytest.mark.skipif(native.linear_kernel() != "amx", reason="bf16 layers are native on CPUs with AMX alone")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_layers_in_one_call_give_the_bits_of_kernel_by_kernel(variant, threads):
+    family, options = VARIANTS[variant]
+    engine, other = (Engine(tiny_model(family, torch.bfloat16, **options)) for _ in range(2))
+    assert (engine.fused.native_layers is None) == ("odd sizes" in variant)
+    other.fused.native_layers = None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        both = zip(engine.run_trace(random_texts(), 3), other.run_trace(random_texts(), 3), strict=True)
+        for (_, _, logits), (_, _, expected) in both:
+            assert torch.equal(logits, expected)
+        for cache, expected in zip(
+            (*engine.pool.keys, *engine.pool.values), (*other.pool.keys, *other.pool.values), strict=True
+        ):
+            assert torch.equal(cache[1:], expected[1:])
+        batch = whole_text(random_texts()[0])
+        taps = [each.fused.forward_with_taps(batch, each.pool, (1, 0, 2))[1] for each in (engine, other)]
+        assert all(torch.equal(a[:LENGTH], b[:LENGTH]) for a, b in zip(*taps, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_bf16_rounds_like_the_eager_forward(family):
     tokens = random_texts()[0]

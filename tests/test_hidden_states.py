@@ -125,7 +125,8 @@ def test_blocks_of_requests_without_the_drafter_are_computed_again_once():
 @pytest.mark.parametrize("drafting", [True, False])
 def test_sequences_are_computed_again_when_the_drafter_lost_its_context(drafting):
     harness = Watched()
-    harness.executor.failures = [Recovered(target=False, drafter=drafting, drafting=drafting)]
+    alive = frozenset([0]) if drafting else frozenset()
+    harness.executor.failures = [Recovered(target=False, drafter=drafting, drafters=alive)]
     harness.executor.countdown = 4
     computed = harness.generate(0, list(range(20)), count=20)
     assert harness.loop.scheduler.num_preemptions == int(drafting)
@@ -137,7 +138,7 @@ def test_sequences_are_computed_again_when_the_drafter_lost_its_context(drafting
 
 def test_a_drafter_that_comes_back_is_fed_from_the_start():
     harness = Watched()
-    gone, back = Recovered(False, False, False), Recovered(False, False, True)
+    gone, back = Recovered(False, False, frozenset()), Recovered(False, False, frozenset([0]))
     harness.executor.failures = [gone, back]
     harness.generate(0, list(range(20)), count=25)
     assert harness.loop.scheduler.num_preemptions == 1

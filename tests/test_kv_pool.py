@@ -32,6 +32,17 @@ def test_layers_may_differ_in_heads_and_sizes():
     assert pool.bytes_per_token == 2 * (2 * (6 + 4) + 1 * (8 + 8))
 
 
+def test_a_block_of_all_layers_is_one_piece_of_memory():
+    pool = KVPool.allocate(SPECS, num_blocks=5, block_size=4, dtype=torch.bfloat16)
+    caches = [cache for both in zip(pool.keys, pool.values, strict=True) for cache in both]
+    begin = pool.keys[0].data_ptr()
+    for cache in caches:
+        assert cache[0].is_contiguous()
+        assert cache.data_ptr() == begin
+        assert cache[1].data_ptr() - cache[0].data_ptr() == pool.bytes_per_token * 4
+        begin += cache[0].nbytes
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # this process goes on with threads
 
-from loadtest import locustfile
-from loadtest.records import Record
-from loadtest.settings import Settings, SettingsError
-from loadtest.task_sets import Prompt
-from loadtest.tiers import Window, make_cell, schedule, to_line, users_at
 from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import MasterRunner
 
 from angelspec_client import Usage
 from checks import free_ports
+from loadtest import locustfile
+from loadtest.records import Record
+from loadtest.settings import Settings, SettingsError
+from loadtest.task_sets import Prompt
+from loadtest.tiers import Window, make_cell, schedule, to_line, users_at
 
 OPTIONS = {
     "protocol": "http",

@@ -179,7 +179,9 @@ def test_a_deadline_ends_running_and_waiting_requests():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    failures=st.lists(st.builds(Recovered, st.booleans(), st.booleans(), st.booleans()), max_size=6),
+    failures=st.lists(
+        st.builds(Recovered, st.booleans(), st.booleans(), st.frozensets(st.integers(0, 4))), max_size=6
+    ),
     drafters=some_drafters,
     adaptive=st.booleans(),
 )

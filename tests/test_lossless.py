@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
 from angelspec_backend.core.loop_config import LoopConfig
@@ -19,13 +20,18 @@ from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest, SamplingParams
 from angelspec_backend.core.request import FinishReason, TokenEvent
 from angelspec_backend.drafters.base import DrafterHost
+from angelspec_backend.drafters.block_drafter import BlockDrafter
+from angelspec_backend.drafters.chain_drafter import ChainDrafter
 from angelspec_backend.drafters.draft_model import DraftModelDrafter
+from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.ngram import NgramDrafter
+from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
 from families import tiny_model
+from random_drafters import random_drafter
 
-NGRAM, DRAFT_MODEL, ITSELF = 0, 1, 2
+NGRAM, DRAFT_MODEL, ITSELF, BLOCK, CHAIN = DRAFTERS = tuple(range(5))
 BLOCKS = {"num_blocks": 256, "block_size": 16}
 SAMPLING = {
     "greedy": SamplingParams(),
@@ -36,14 +42,21 @@ SAMPLING = {
 
 
 class Engine:
-    """A target with three drafters in this process, and a fresh loop for each set of requests."""
+    """A target with five drafters in this process, and a fresh loop for each set of requests."""
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner, itself: ModelRunner) -> None:
+    def __init__(
+        self, target: ModelRunner, draft: ModelRunner, itself: ModelRunner, parts: TargetParts
+    ) -> None:
+        """parts: of the target, for random networks that draft where nothing can be looked up"""
         self.target = TargetEngine(target)
+        block = BlockDrafter(random_drafter("dfly", parts), **BLOCKS, max_context=512)
+        chain = ChainDrafter(random_drafter("mtp", parts), **BLOCKS, max_context=512)
         self.drafters = (
             NgramDrafter(1, 4, 16),
             DraftModelDrafter(draft, "draft_model"),
             DraftModelDrafter(itself, "itself"),
+            LookupDrafter(block, 4, **BLOCKS),
+            LookupDrafter(chain, 4, **BLOCKS),
         )
 
     def loop(self, on_tokens, **limits) -> SpeculativeLoop:
@@ -79,15 +92,15 @@ class Engine:
         return tokens
 
 
-def random_runner(dtype: torch.dtype, layers: int) -> ModelRunner:
-    model = tiny_model("llama", dtype, num_hidden_layers=layers, max_position_embeddings=512)
-    return ModelRunner(model, **BLOCKS)
+def random_model(dtype: torch.dtype, layers: int) -> PreTrainedModel:
+    return tiny_model("llama", dtype, num_hidden_layers=layers, max_position_embeddings=512)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def engine(request) -> Engine:
     dtype = getattr(torch, request.param)
-    return Engine(random_runner(dtype, 2), random_runner(dtype, 1), random_runner(dtype, 2))
+    runners = [ModelRunner(random_model(dtype, layers), **BLOCKS) for layers in (2, 1, 2)]
+    return Engine(*runners, TargetParts.from_model(random_model(dtype, 2)))
 
 
 def make_request(
@@ -101,7 +114,7 @@ def test_every_drafter_and_draft_length_gives_the_text_of_plain_decoding(engine,
     prompt = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9]
     [plain] = engine.generate([make_request(prompt, sampling)])
     assert len(plain) == 40
-    for drafter in (NGRAM, DRAFT_MODEL, ITSELF):
+    for drafter in DRAFTERS:
         for k in range(1, 9):
             assert engine.generate([make_request(prompt, sampling, drafter, k)]) == [plain], (drafter, k)
             if drafter == ITSELF:
@@ -115,7 +128,7 @@ def test_sixteen_requests_of_all_kinds_together_give_the_texts_they_give_alone(e
         make_request(
             [(7 * i + j * j) % 190 for j in range(1 + 9 * i)],
             replace(kinds[i % 4], seed=i),
-            (NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF)[i // 4],
+            (NO_DRAFTER, *DRAFTERS)[i % 6],
             1 + i % 8,
         )
         for i in range(16)
@@ -128,9 +141,7 @@ def test_prefixes_found_in_the_cache_change_no_text(engine):
     prefix = [(3 * i) % 190 for i in range(70)]
     requests = [
         make_request([*prefix[: 70 - 9 * (i % 3)], i], replace(sampling, seed=i), drafter, 3)
-        for i, (sampling, drafter) in enumerate(
-            itertools.product(SAMPLING.values(), (NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF))
-        )
+        for i, (sampling, drafter) in enumerate(itertools.product(SAMPLING.values(), (NO_DRAFTER, *DRAFTERS)))
     ]
     alone = [engine.generate([replace(r, drafter=NO_DRAFTER, num_draft_tokens=0)])[0] for r in requests]
     assert engine.generate(requests, max_num_seqs=3) == alone
@@ -145,7 +156,7 @@ def test_arrivals_cancellations_and_preemptions_at_random_change_no_text(engine,
         make_request(
             [rng.randrange(190) for _ in range(rng.randrange(1, 70))],
             replace(rng.choice(kinds), seed=rng.getrandbits(64)),
-            rng.choice((NO_DRAFTER, NGRAM, DRAFT_MODEL, ITSELF)),
+            rng.choice((NO_DRAFTER, *DRAFTERS)),
             rng.randrange(9),
             rng.randrange(1, 50),
         )
@@ -186,7 +197,7 @@ def test_arrivals_cancellations_and_preemptions_at_random_change_no_text(engine,
 def real(target_dir) -> Engine:
     """The default target in bf16, drafted for by itself."""
     runners = [ModelRunner.from_pretrained(str(target_dir), **BLOCKS, max_context=512) for _ in range(2)]
-    return Engine(runners[0], runners[1], runners[1])
+    return Engine(runners[0], runners[1], runners[1], TargetParts.load(str(target_dir), torch.bfloat16))
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING["greedy"], SAMPLING["hot, top-p"]], ids=["greedy", "sampled"])
@@ -198,7 +209,7 @@ def test_the_default_target_in_bf16_keeps_the_promise_alone_and_in_a_batch(real,
     base = [make_request(prompt, replace(sampling, seed=i), n=32) for i, prompt in enumerate(prompts)]
     plain = [real.generate([request])[0] for request in base]
     for k in (1, 3, 8):
-        for drafter in (NGRAM, ITSELF):
+        for drafter in (NGRAM, ITSELF, BLOCK, CHAIN):
             drafted = [replace(request, drafter=drafter, num_draft_tokens=k) for request in base]
             assert real.generate([*drafted, *base]) == [*plain, *plain], (drafter, k)
 
@@ -214,7 +225,8 @@ def test_greedy_decoding_in_fp32_equals_transformers_generate(target_dir, tokeni
     for prompt in prompts:
         output = model.generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False, eos_token_id=-1)
         expected.append(output[0, len(prompt) :].tolist())
+    parts = TargetParts.from_model(model)
     runner = ModelRunner(model, **BLOCKS, max_context=512)
-    engine = Engine(runner, runner, runner)
+    engine = Engine(runner, runner, runner, parts)
     assert engine.generate([make_request(p, SamplingParams(), n=48) for p in prompts]) == expected
     assert engine.generate([make_request(p, SamplingParams(), NGRAM, 6, n=48) for p in prompts]) == expected

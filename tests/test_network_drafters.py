@@ -18,6 +18,7 @@ from angelspec_backend.drafters.block_drafter import BlockDrafter
 from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.chain_drafter import ChainDrafter
 from angelspec_backend.drafters.checkpoint import DrafterNetwork
+from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
@@ -54,12 +55,19 @@ class Recorder:
 
 
 class Engine:
-    """A random target with a drafter of every trained kind, and a fresh loop for each set of requests."""
+    """A random target with a drafter of every trained kind, and a fresh loop for each set of requests.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    lookup: longest match that is looked up in front of the networks.
+    """
+
+    def __init__(self, dtype: torch.dtype, lookup: int) -> None:
         model = tiny_model("llama", dtype, vocab_size=VOCAB)
         self.parts = TargetParts.from_model(model)
-        self.drafters = [Recorder(serve(random_drafter(kind, self.parts))) for kind in NETWORK_DRAFTERS]
+        self.networks = [Recorder(serve(random_drafter(kind, self.parts))) for kind in NETWORK_DRAFTERS]
+        self.drafters = [
+            LookupDrafter(network, lookup, NUM_BLOCKS, BLOCK_SIZE) if lookup else network
+            for network in self.networks
+        ]
         self.target = TargetEngine(ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
 
     def generate(self, requests: list[GenerationRequest], **limits) -> list[list[int]]:
@@ -105,12 +113,16 @@ class Engine:
         row = row.copy()
         row["num_fed"], row["num_feed"], row["num_blocks"] = 0, length, len(blocks)
         feed = np.array(text[1:], np.int32)
-        return self.drafters[kind].drafter.propose(row, feed, blocks, states).token_ids.tolist()
+        return self.networks[kind].drafter.propose(row, feed, blocks, states).token_ids.tolist()
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 3)],
+    ids=["float32", "bfloat16", "bfloat16, lookup"],
+)
 def engine(request) -> Engine:
-    return Engine(getattr(torch, request.param))
+    return Engine(*request.param)
 
 
 def make_request(prompt, sampling, kind: int = NO_DRAFTER, k: int = 0, n: int = 30) -> GenerationRequest:
@@ -157,7 +169,7 @@ def test_requests_of_all_kinds_together_give_the_texts_they_give_alone(engine):
 @pytest.mark.parametrize("kind", range(len(NETWORK_DRAFTERS)), ids=NETWORK_DRAFTERS)
 def test_what_is_drafted_in_the_loop_is_what_is_drafted_from_scratch(engine, kind):
     """However prompts were cut, prefixes shared and drafts rejected, the drafter saw all and nothing else."""
-    recorder = engine.drafters[kind]
+    recorder = engine.networks[kind]
     requests = [
         replace(request, drafter=kind, num_draft_tokens=4, sampling=replace(request.sampling, seed=i))
         for i, request in enumerate(mixed_requests(9))
@@ -166,7 +178,7 @@ def test_what_is_drafted_in_the_loop_is_what_is_drafted_from_scratch(engine, kin
     texts = engine.generate(requests, num_blocks=40)
     assert engine.scheduler.num_cached_tokens > 0
     checked = 0
-    for (seed, anchor), draft in list(recorder.drafts.items())[::3]:
+    for (seed, anchor), draft in list(recorder.drafts.items())[::2]:
         request = requests[seed]
         text = [*request.prompt_token_ids, *texts[seed]][: anchor + 1]
         row = np.zeros(1, ROW)
@@ -175,4 +187,4 @@ def test_what_is_drafted_in_the_loop_is_what_is_drafted_from_scratch(engine, kin
             row[name] = getattr(request.sampling, name)
         assert engine.drafts_from_scratch(kind, text, row) == draft, (seed, anchor)
         checked += 1
-    assert checked > 20
+    assert checked > 15

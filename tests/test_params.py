@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from angelspec_backend.core.config import EngineConfig
 from angelspec_backend.core.fields import INPUT_TYPES, InvalidRequest
 from angelspec_backend.core.messages import NO_DRAFTER
-from angelspec_backend.core.params import GenerationRequest, RequestLimits, parse_request
+from angelspec_backend.core.params import GenerationRequest, RequestLimits, Unavailable, parse_request
 from angelspec_backend.core.prompt import MAX_CHARACTERS_PER_TOKEN
 
 LIMITS = RequestLimits(
@@ -282,6 +283,14 @@ def test_any_tensor_is_either_served_in_range_or_refused(text, ids, temperature)
             continue
         assert all(0 <= token < 256 for token in request.prompt_token_ids)
         assert 0 <= request.sampling.temperature <= 100
+
+
+def test_a_drafter_that_could_not_be_loaded_is_refused_by_name_and_left_out_as_the_default():
+    limits = replace(LIMITS, default_drafter="ngram", failures={"ngram": "no such folder"})
+    request = parse_request(arrays(text_input="a", num_draft_tokens=3), limits, Bytes())
+    assert (request.drafter, request.num_draft_tokens) == (NO_DRAFTER, 0)
+    with pytest.raises(Unavailable, match="drafter 'ngram' could not be loaded: no such folder"):
+        parse_request(arrays(text_input="a", drafter="ngram"), limits, Bytes())
 
 
 def test_limits_come_from_the_configuration_within_the_target():

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from angelspec_backend.core.messages import ROW
-from angelspec_backend.engine import native, sampler
+from angelspec_backend.engine import native, sampler, sampling_heads
 from angelspec_backend.engine.device_sampler import sample_on_device
 from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys, uniform
 from angelspec_backend.engine.sampler import SamplingRows, sample
@@ -32,7 +32,16 @@ PARAMETERS = [
 ]
 
 
-SAMPLERS = pytest.mark.parametrize("sample", [sample, sample_on_device], ids=["host", "device"])
+def sample_by_torch(logits, rows):
+    """What machines without the native kernels do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "supports", lambda *_: False)
+        return sample(logits, rows)
+
+
+SAMPLERS = pytest.mark.parametrize(
+    "sample", [sample, sample_by_torch, sample_on_device], ids=["host", "torch", "device"]
+)
 
 
 def make_rows(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
@@ -70,13 +79,13 @@ def random_logits(rng, n, vocab, dtype=torch.bfloat16):
 def brute_force_bound(values):
     """Where the head ends: token t is in fine class t mod F, fine class f in coarse class f mod C."""
     vocab = len(values)
-    num_fine = -(-vocab // sampler.FINE)
-    num_coarse = -(-num_fine // sampler.COARSE)
-    if num_coarse < sampler.HEAD_SIZE:
+    num_fine = -(-vocab // sampling_heads.FINE)
+    num_coarse = -(-num_fine // sampling_heads.COARSE)
+    if num_coarse < sampling_heads.HEAD_SIZE:
         return float(np.finfo(np.float32).min)
     maxima = np.full(num_coarse, -np.inf)
     np.maximum.at(maxima, np.arange(vocab) % num_fine % num_coarse, values)
-    return float(np.sort(maxima)[::-1][sampler.HEAD_SIZE - 1])
+    return float(np.sort(maxima)[::-1][sampling_heads.HEAD_SIZE - 1])
 
 
 def by_the_rule(logits, rows):
@@ -263,6 +272,35 @@ def test_a_token_does_not_depend_on_batch_mates(seed):
     for size in (1, 3, 17):
         some = rng.permutation(40)[:size]
         assert sample(logits[some], rows[some]).tolist() == together[some].tolist()
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6))
+def test_native_heads_are_those_of_torch(seed):
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.choice([1, 5, 64, 300, 1000, 8176, 8193, 9001, 12288, 50257]))
+    dtype = [torch.bfloat16, torch.float32][rng.integers(2)]
+    logits, temperature = random_logits(rng, 7, vocab, dtype), random_rows(rng, 7).temperature
+    logits[3] = logits[3, 0]  # all in the head
+    logits[4, 1:] = -torch.inf
+    found, expected = (heads(logits, temperature) for heads in (sampler.native_heads, sampler.torch_heads))
+    assert found.head.count.tolist() == expected.head.count.tolist()
+    inside = np.arange(found.head.ids.shape[1]) < found.head.count[:, None]
+    assert (found.head.ids == expected.head.ids)[inside].all()
+    assert np.array_equal(found.head.logits, expected.head.logits)
+    drawn = temperature > 0
+    lowest = float(torch.finfo(dtype).min)  # rows that are all head may state any bound below their logits
+    assert np.array_equal(np.maximum(found.bound, lowest), expected.bound)
+    np.testing.assert_allclose(found.sums[:, drawn], expected.sums[:, drawn], sampling_heads.SLACK / 4, 1e-30)
+
+
+@pytest.mark.parametrize("heads", [sampler.native_heads, sampler.torch_heads])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_logits_without_a_finite_maximum_have_no_heads(heads, odd):
+    logits = torch.zeros(3, 9001)
+    logits[1, 17 if odd > 0 or odd != odd else slice(None)] = odd
+    assert heads(logits, np.ones(3, np.float32)) is None
 
 
 def test_equal_rows_sample_equal_tokens_and_other_seeds_or_positions_other_ones():

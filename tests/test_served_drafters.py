@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,10 +12,10 @@ import torch
 
 from angelspec_backend.drafters.checkpoint import export_drafter
 from angelspec_backend.drafters.target_parts import TargetParts
-from angelspec_client import GrpcClient
+from angelspec_client import GrpcClient, ServerBusy
 from checks import free_ports
 from random_drafters import random_drafter
-from server import ServerError, ServerOptions, TritonServer
+from server import ServerOptions, TritonServer
 from serving import CHAT, PROMPT, Endpoint, stub_pid, wait_until
 
 KINDS = ("dfly", "mtp")
@@ -98,12 +99,32 @@ def test_streams_go_on_with_the_same_tokens_when_a_model_process_is_killed(serve
     assert (after.num_output_tokens, after.total_draft_tokens > 0) == (8, True)
 
 
-def test_a_drafter_for_another_target_is_refused_at_the_start_and_the_reason_is_shown(target_dir, tmp_path):
+def test_a_drafter_that_cannot_be_loaded_does_not_stop_the_server(target_dir, checkpoints, tmp_path):
     parts = TargetParts(*(torch.zeros(100, 64) for _ in range(2)), torch.ones(64), 1e-5, 30)
     export_drafter(random_drafter("dfly", parts), tmp_path / "other")
-    config = {"target": str(target_dir), "drafters": "dfly", "drafter": "dfly"}
-    config["dfly"] = str(tmp_path / "other")
+    mtp = shutil.copytree(checkpoints["mtp"], tmp_path / "mtp")
+    config = {"target": str(target_dir), "drafters": "ngram,dfly,mtp", "drafter": "dfly"}
+    config |= {"dfly": str(tmp_path / "other"), "mtp": str(mtp), "adaptive_drafts": False}
     options = ServerOptions(*free_ports(3), config=config, run_dir=tmp_path / "run")
-    with TritonServer(options) as running, pytest.raises(ServerError, match="is 64, expected 576") as caught:
+    with TritonServer(options) as running, GrpcClient(Endpoint(options).grpc) as client:
         running.wait_until_ready()
-    assert "Traceback" not in str(caught.value)
+        plain = client.generate(messages=CHAT, **GREEDY)  # dfly was only the default
+        assert plain.total_draft_tokens == 0
+        with pytest.raises(
+            ServerBusy, match=r"drafter 'dfly' could not be loaded: other: .* is 64"
+        ) as caught:
+            client.generate(messages=CHAT, drafter="dfly", **GREEDY)
+        assert str(tmp_path) not in str(caught.value)
+        log = (options.folder / "server.log").read_text()
+        assert log.count("drafter 'dfly' cannot be loaded, requests go on without it") == 1
+        assert "Traceback" not in log
+
+        def drafts(drafter: str) -> int:
+            result = client.generate(messages=CHAT, drafter=drafter, **GREEDY)
+            assert result.token_ids == plain.token_ids
+            return result.total_draft_tokens
+
+        assert drafts("ngram") > 0 < drafts("mtp")
+        shutil.rmtree(mtp)  # it cannot be loaded again either
+        os.kill(stub_pid(running, "drafter"), signal.SIGKILL)
+        assert (drafts("mtp"), drafts("ngram") > 0) == (0, True)

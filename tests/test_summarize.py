@@ -382,7 +382,7 @@ def test_verdict_never_pays(collect):
 def test_verdict_claims_no_gain_where_the_spread_includes_one(collect):
     found = verdict(collect, [*pair(4, (0.98, 1.3, 1.4)), *pair(8, (1.001, 1.2, 1.3))])  # 1.00 is 1
     assert (found.kind, found.series) == ("open", None)
-    assert found.headline.startswith("No gain shows: the spread over windows includes 1")
+    assert found.headline.startswith("No gain shows: no spread over windows lies above 1;")
     mixed = verdict(collect, [*pair(4, (0.98, 1.3)), *pair(8, (0.7, 0.8))])
     assert mixed.headline.startswith("Do not speculate: no drafter beats plain decoding in every window")
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loadtest.task_sets import Prompt
 
 import sweep_cells
 import sweep_draft_length
@@ -17,6 +16,7 @@ import sweep_plot
 import sweep_report
 from angelspec_client.results import Chunk, Usage, assemble
 from load import Request, Window
+from loadtest.task_sets import Prompt
 from serving import Endpoint
 from sweep_report import Limit
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 
 import pytest
+
 from loadtest import hub_sets
 from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, fits, load_prompts, read_prompt
 

@@ -11,6 +11,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from typing import cast
 
 from angelspec_client.async_client import AsyncClient
 from angelspec_client.client import DEFAULT_MODEL
@@ -127,12 +128,11 @@ class _AsyncHttpCall(asyncio.Protocol):
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # other event loops have types of their own
         if self._ended:  # it was closed meanwhile
-            transport.abort()
+            self._transport.abort()
         else:
-            transport.write(self._message)
+            self._transport.write(self._message)
 
     def data_received(self, data: bytes) -> None:
         self._pieces.append((time.perf_counter(), data))

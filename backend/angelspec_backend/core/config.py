@@ -35,7 +35,10 @@ class EngineConfig(BaseModel):
     target: str = Field("models/SmolLM2-135M-Instruct", description="Hugging Face id or local folder")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: target and drafters with 8-bit weights, for CPUs with AVX512-BF16"
+        "none", description="int8: the target with 8-bit weights, for CPUs with AVX512-BF16"
+    )
+    drafter_quantization: Literal["auto", "none", "int8"] = Field(
+        "auto", description="the same for drafters, where it changes no text; auto: where the CPU can"
     )
     draft_model: str = Field(
         "", description="id or folder of the small causal LM behind drafter 'draft_model'"
@@ -48,7 +51,10 @@ class EngineConfig(BaseModel):
     eagle3: str = Field("", description="id or folder of the checkpoint of drafter 'eagle3'")
     drafters: str = Field("ngram", description="comma-separated names of the drafters to load")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest suffix the n-gram drafter looks up")
-    ngram_max: int = Field(4, ge=1, le=16, description="longest suffix the n-gram drafter looks up")
+    ngram_max: int = Field(4, ge=1, le=16, description="longest suffix that is looked up")
+    lookup: bool = Field(
+        True, description="network drafters look up the end of a text in the text, where that drafts better"
+    )
 
     # KV pool
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
@@ -89,8 +95,9 @@ class EngineConfig(BaseModel):
     def _check_together(self) -> EngineConfig:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}")
-        if self.quantization == "int8" and self.dtype != "bfloat16":
-            raise ValueError(f"quantization 'int8' needs dtype bfloat16, got '{self.dtype}'")
+        for option in ("quantization", "drafter_quantization"):
+            if getattr(self, option) == "int8" and self.dtype != "bfloat16":
+                raise ValueError(f"{option} 'int8' needs dtype bfloat16, got '{self.dtype}'")
         for name in self.drafter_names:
             if name not in DRAFTERS:
                 raise ValueError(f"drafters: unknown drafter '{name}'; known: {', '.join(DRAFTERS)}")

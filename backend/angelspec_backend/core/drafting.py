@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
 from angelspec_backend.core.draft_policy import DraftPolicy, Option, Way
-from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
-from angelspec_backend.core.messages import NO_DRAFTER, StepOutput, split_rows
+from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
+from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
 from angelspec_backend.core.step import ScheduledRow
 from angelspec_backend.core.step_times import StepTimes
@@ -26,7 +26,7 @@ class Drafting:
     """Plans and records how far each sequence's drafter has come."""
 
     def __init__(self, config: LoopConfig, blocks: BlockManager) -> None:
-        self.alive = True  # off while there is no drafter: every row is then decoded autoregressively
+        self.alive = loaded(config.drafters)  # rows of other drafters are decoded autoregressively
         self._config = config
         self._blocks = blocks
         self._policy = DraftPolicy(len(config.drafters))
@@ -40,9 +40,7 @@ class Drafting:
 
     def drafter_of(self, seq: Sequence) -> DrafterInfo | None:
         """The drafter that drafts for a sequence; None: it is decoded autoregressively."""
-        if not self.alive or seq.drafter == NO_DRAFTER:
-            return None
-        return self._config.drafters[seq.drafter]
+        return self._config.drafters[seq.drafter] if seq.drafter in self.alive else None
 
     def needs_states(self, seq: Sequence) -> bool:
         """Whether the sequence's drafter is fed with hidden states."""
@@ -56,9 +54,7 @@ class Drafting:
         # A drafter that is far behind catches up in pieces, not in one endless step.
         self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
         limits = [
-            min(seq.request.num_draft_tokens, seq.num_wanted - 1)
-            if self.alive and seq.drafter != NO_DRAFTER
-            else 0
+            min(seq.request.num_draft_tokens, seq.num_wanted - 1) if seq.drafter in self.alive else 0
             for seq in decoding
         ]
         self.way = Way.NETWORK

@@ -41,7 +41,7 @@ class Recovered:
 
     target: bool
     drafter: bool
-    drafting: bool  # whether a drafter is alive now
+    drafters: frozenset[int]  # indices of those that can draft now
 
 
 class Target(Protocol):
@@ -203,8 +203,8 @@ class SpeculativeLoop:
             return
         if recovered.target:
             self.scheduler.forget_target()
-        if recovered.drafter or recovered.drafting != self.scheduler.drafting:
-            self.scheduler.forget_drafter(recovered.drafting)
+        if recovered.drafter or recovered.drafters != self.scheduler.drafters:
+            self.scheduler.forget_drafters(recovered.drafters)
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
         for seq in list(self.scheduler):

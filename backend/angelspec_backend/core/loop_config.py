@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +21,7 @@ class DrafterInfo:
     hidden_bytes: int = 0  # of one hidden state: the target's hidden size times its dtype's size
     lookahead: int = 0  # KV slots behind the newest token that it may write while it drafts
     looks_up: bool = False  # it can draft without a network, by looking the text up in itself
+    failure: str = ""  # why it could not be loaded, if so: it never drafts
 
     def __post_init__(self) -> None:
         if any(a >= b for a, b in zip(self.tap_ids, self.tap_ids[1:], strict=False)):
@@ -30,29 +32,36 @@ class DrafterInfo:
                 f"(drafts have no hidden states yet), got {self.hidden_bytes} and {self.keeps_drafts}"
             )
 
+    @staticmethod
+    def failed(name: str, failure: str) -> DrafterInfo:
+        """Of a drafter that could not be loaded."""
+        return DrafterInfo(name, keeps_drafts=False, shares_blocks=False, failure=failure)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of hidden states fed with each token."""
         return len(self.tap_ids) * self.hidden_bytes
 
-    def check_target(self, num_layers: int, hidden_bytes: int) -> None:
-        """Refuse a target that does not put out what the drafter reads.
+    def checked(self, num_layers: int, hidden_bytes: int) -> DrafterInfo:
+        """This drafter; a failed one if the target does not put out what it reads.
 
         num_layers: of the target; hidden_bytes: of one of its hidden states.
-
-        Raises:
-            ValueError: the layer or the size that differs.
         """
         if max(self.tap_ids, default=0) >= num_layers:
-            raise ValueError(
-                f"drafter '{self.name}': tap_ids are {list(self.tap_ids)}, but the target has layers 0 to "
-                f"{num_layers - 1}"
+            found = f"tap_ids are {list(self.tap_ids)}, but the target has layers 0 to {num_layers - 1}"
+        elif self.tap_ids and self.hidden_bytes != hidden_bytes:
+            found = (
+                f"hidden_bytes is {self.hidden_bytes}, but those of the target are {hidden_bytes}; "
+                "dtype must be the same for drafter and target"
             )
-        if self.tap_ids and self.hidden_bytes != hidden_bytes:
-            raise ValueError(
-                f"drafter '{self.name}': hidden_bytes is {self.hidden_bytes}, but those of the target are "
-                f"{hidden_bytes}; dtype must be the same for drafter and target"
-            )
+        else:
+            return self
+        return self.failed(self.name, found)
+
+
+def loaded(drafters: Sequence[DrafterInfo]) -> frozenset[int]:
+    """Indices of the drafters that could be loaded."""
+    return frozenset(index for index, drafter in enumerate(drafters) if not drafter.failure)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ MAX_STOP_WORDS = 16
 MAX_STOP_CHARACTERS = 256
 
 _INT32_MAX = 2**31 - 1
+
+
+class Unavailable(RuntimeError):
+    """A good request that cannot be served now; the message is for the client."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,12 @@ class RequestLimits:
     default_drafter: str = "none"
     default_num_draft_tokens: int = 0
     default_max_tokens: int = 256
+    failures: Mapping[str, str] = field(default_factory=dict)  # why drafters could not be loaded, by name
 
     @staticmethod
-    def from_config(config: EngineConfig, max_context: int, vocab_size: int) -> RequestLimits:
+    def from_config(
+        config: EngineConfig, max_context: int, vocab_size: int, failures: Mapping[str, str] | None = None
+    ) -> RequestLimits:
         """max_context and vocab_size are the target's own; the configuration may lower the context."""
         return RequestLimits(
             max_context=min(max_context, config.max_context or max_context),
@@ -72,6 +79,7 @@ class RequestLimits:
             default_drafter=config.drafter,
             default_num_draft_tokens=config.num_draft_tokens,
             default_max_tokens=config.max_tokens,
+            failures=failures or {},
         )
 
 
@@ -87,6 +95,7 @@ def parse_request(
 
     Raises:
         InvalidRequest: a field or a combination of fields is wrong; the text is for the client.
+        Unavailable: it names a drafter that could not be loaded.
     """
     values = read.read_fields(fields)
     sampling = _sampling(values, limits)  # cheap checks first: tokenizing may take a while
@@ -154,13 +163,18 @@ def _stop_words(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _speculation(values: Mapping[str, Any], limits: RequestLimits) -> tuple[int, int]:
-    """(drafter index or NO_DRAFTER, draft tokens per step); either being off turns both off."""
+    """(drafter index or NO_DRAFTER, draft tokens per step); either being off turns both off.
+
+    Whoever asks for a drafter by name learns that there is none; for others it would only have saved time.
+    """
     name = values.get("drafter", limits.default_drafter)
     wanted = read.integer(values, "num_draft_tokens", 0, MAX_DRAFT_TOKENS)
     num_draft_tokens = limits.default_num_draft_tokens if wanted is None else wanted
     if name != "none" and name not in limits.drafter_names:
         allowed = ", ".join(("none", *limits.drafter_names))
         raise InvalidRequest(f"drafter {read.show(name)} is not loaded; allowed: {allowed}")
-    if name == "none" or num_draft_tokens == 0:
+    if "drafter" in values and name in limits.failures:
+        raise Unavailable(f"drafter '{name}' could not be loaded: {limits.failures[name]}")
+    if name in ("none", *limits.failures) or num_draft_tokens == 0:
         return NO_DRAFTER, 0
     return limits.drafter_names.index(name), num_draft_tokens

@@ -68,14 +68,15 @@ class Scheduler:
             self._preempt(seq)
 
     @property
-    def drafting(self) -> bool:
-        """Whether a drafter is alive; without one every row is decoded autoregressively."""
+    def drafters(self) -> frozenset[int]:
+        """Indices of the drafters that are alive; rows of others are decoded autoregressively."""
         return self._drafting.alive
 
-    def forget_drafter(self, alive: bool) -> None:
-        """The drafter lost its context, and may be gone: what it saw has to be fed again from the start.
+    def forget_drafters(self, alive: frozenset[int]) -> None:
+        """The drafters lost their context, and some may be gone: what they saw has to be fed again.
 
         Hidden states cannot be fed again, so sequences that need them are computed anew.
+        alive: indices of those that can draft from now on.
         """
         self._drafting.alive = alive
         self._blocks.forget_drafters()

@@ -47,6 +47,24 @@ class Drafter(Protocol):
         ...
 
 
+class MissingDrafter:
+    """Takes the place of a drafter that could not be loaded: the others keep their indices."""
+
+    def __init__(self, name: str, failure: str) -> None:
+        """failure: why it could not be loaded; clients see it"""
+        self.info = DrafterInfo.failed(name, failure)
+
+    def propose(
+        self,
+        rows: NDArray[np.void],
+        feed_token_ids: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+        hidden_states: NDArray[np.uint8],
+    ) -> DraftOutput:
+        """No drafts."""
+        return DraftOutput.empty(len(rows))
+
+
 class DrafterHost:
     """Gives every row of a step to its drafter.
 

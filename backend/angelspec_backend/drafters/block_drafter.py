@@ -13,72 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from angelspec_backend.core.loop_config import DrafterInfo
-from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.choice import Drafts, choose_tokens
+from angelspec_backend.drafters.network_drafter import NetworkDrafter
 from angelspec_backend.drafters.packed_block import pack_block_network, store_context
-from angelspec_backend.drafters.paged import PagedAttend, rotary_table
+from angelspec_backend.drafters.paged import PagedAttend
 from angelspec_backend.engine.batch import PackedBatch, pad_block_table, ragged
-from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
 from angelspec_backend.engine.sampler import SamplingRows
 
 
-class BlockDrafter:
-    """Serves one block drafter.
+class BlockDrafter(NetworkDrafter[BlockNetwork]):
+    """Serves one block drafter."""
 
-    Samples as the target does, with the same noise at each position, so that the two agree more often than
-    independent samples would.
-    """
-
-    def __init__(
-        self,
-        network: BlockNetwork,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_context: int,
-        name: str = "",
-        hidden_dtype: torch.dtype | None = None,
-        quantization: str = "none",
-    ) -> None:
-        """Take over a network; its weights are repacked.
-
-        num_blocks, block_size: as the target's KV pool has; max_context: longest sequence in tokens;
-        name: the drafter's kind if empty; hidden_dtype: of the target's hidden states, that of the network if
-        None; quantization: see ``pack_network``.
-
-        Raises:
-            MemoryError: the machine has no memory for the KV pool.
-        """
-        spec, shape = network.spec, network.spec.shape
-        self.device, self.dtype = network.embed_tokens.device, network.embed_tokens.dtype
-        self._hidden_dtype = hidden_dtype or self.dtype
-        self.info = DrafterInfo(
-            name or spec.kind,
-            keeps_drafts=False,  # a block's keys and values are not those of committed tokens
-            shares_blocks=True,
-            tap_ids=spec.tap_ids,
-            hidden_bytes=spec.target_hidden * self._hidden_dtype.itemsize,
-            lookahead=spec.block_size,
-        )
-        self.network = pack_block_network(network, quantization)
-        layers = [LayerSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)] * spec.num_layers
-        self.pool = KVPool.allocate(layers, num_blocks, block_size, self.dtype, self.device)
-        self.max_context = max_context
-        self._cos_sin = rotary_table(
-            max_context + spec.block_size, shape.head_dim, shape.rope_theta, self.dtype, self.device
-        )
-
-    def propose(
-        self,
-        rows: NDArray[np.void],
-        feed_token_ids: NDArray[np.int32],
-        block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
-    ) -> DraftOutput:
-        """See ``Drafter.propose``."""
-        return self.draft(rows, feed_token_ids, block_table, hidden_states).output()
+    _pack = staticmethod(pack_block_network)
 
     @torch.inference_mode()
     def draft(
@@ -88,12 +35,7 @@ class BlockDrafter:
         block_table: NDArray[np.int32],
         hidden_states: NDArray[np.uint8],
     ) -> Drafts:
-        """Take the fed positions in, then draft a block for every row that wants drafts.
-
-        A row without room for a whole block behind its anchor gets none.
-        rows: [num_rows] of ROW; feed_token_ids: [sum(num_feed)] the tokens behind the fed positions;
-        block_table: [sum(num_blocks)]; hidden_states: the bytes of [sum(num_feed), num_taps, target_hidden].
-        """
+        """See ``NetworkDrafter.draft``.  A row without room for a whole block behind its anchor gets none."""
         table = pad_block_table(block_table, rows["num_blocks"])
         if len(feed_token_ids):
             self._feed(rows, table, hidden_states)
@@ -122,14 +64,11 @@ class BlockDrafter:
         self, rows: NDArray[np.void], table: NDArray[np.int32], hidden_states: NDArray[np.uint8]
     ) -> None:
         """Store the context of the fed positions."""
-        spec = self.network.spec
-        flat = torch.from_numpy(hidden_states if hidden_states.flags.writeable else hidden_states.copy())
-        shape = (-1, len(spec.tap_ids), spec.target_hidden)
-        features = flat.view(self._hidden_dtype).view(shape).to(self.device, self.dtype)
         row_of, offset = ragged(rows["num_feed"])
         positions = rows["num_fed"].astype(np.int64)[row_of] + offset
         batch = self._batch(positions, table[row_of], positions)
-        store_context(self.network, features, batch.positions, PagedAttend(self.pool, batch, self._cos_sin))
+        attend = PagedAttend(self.pool, batch, self._cos_sin)
+        store_context(self.network, self._received(hidden_states), batch.positions, attend)
 
     def _block_hidden(
         self, anchor_ids: Tensor, anchors: NDArray[np.int64], table: NDArray[np.int32]

@@ -27,6 +27,10 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self._token_ids)
 
+    def holds(self, token_ids: list[int]) -> bool:
+        """Whether its tokens are these."""
+        return self._token_ids == token_ids
+
     def extend(self, token_ids: list[int]) -> None:
         """Append tokens.  The n-grams at the very end stay out of the index, lest they find themselves."""
         start = len(self._token_ids)
@@ -43,10 +47,11 @@ class NgramIndex:
         index.extend(self._token_ids[:length])
         return index
 
-    def continuation(self, count: int) -> list[int]:
-        """``count`` tokens that followed the longest known suffix at its latest earlier occurrence, or none.
+    def continuation(self, count: int) -> tuple[list[int], int]:
+        """What followed the longest known suffix at its latest earlier occurrence, and the suffix's size.
 
-        Where they reach the end of the text they go on with themselves: periodic text stays periodic.
+        ``count`` tokens, or none where no suffix is known.  Where they reach the end of the text they go on
+        with themselves: periodic text stays periodic.
         """
         length = len(self._token_ids)
         for size in reversed(self._sizes):
@@ -55,8 +60,8 @@ class NgramIndex:
             end = self._ends.get(tuple(self._token_ids[length - size :]))
             if end is not None:
                 known = self._token_ids[end : end + count]
-                return [known[i % (length - end)] for i in range(count)]
-        return []
+                return [known[i % (length - end)] for i in range(count)], size
+        return [], 0
 
 
 class NgramDrafter:
@@ -90,7 +95,7 @@ class NgramDrafter:
         for i, (slot, fed) in enumerate(zip(rows["slot"].tolist(), rows["num_fed"].tolist(), strict=True)):
             index = self._rolled_back(slot, fed)
             index.extend(feeds[i].tolist())
-            draft = index.continuation(wanted[i]) if wanted[i] > 0 else []
+            draft = index.continuation(wanted[i])[0] if wanted[i] > 0 else []
             token_ids += draft
             lens[i] = len(draft)
         return DraftOutput(np.array(token_ids, np.int32), lens)

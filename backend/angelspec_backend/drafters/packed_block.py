@@ -66,7 +66,7 @@ def pack_block_network(network: BlockNetwork, quantization: str = "none") -> Blo
         network.hidden_correction = PackedCorrection(
             network.hidden_correction, network.lm_head.weight, quantization
         )
-    return pack_network(network.requires_grad_(False).eval(), quantization)
+    return pack_network(network, quantization)
 
 
 def store_context(network: BlockNetwork, features: Tensor, positions: Tensor, attend: PagedAttend) -> None:

@@ -66,6 +66,8 @@ class PagedAttend:
             key_norm=None if attention.key_norm is None else attention.key_norm.data_ptr(),
             positions=batch.positions.data_ptr(),
             slot_mapping=batch.slot_mapping.data_ptr(),
+            key_stride=pool.keys[layer].stride(0),
+            value_stride=pool.values[layer].stride(0),
             num_tokens=qkv.shape[0],
             num_heads=num_heads,
             num_kv_heads=attention.num_kv_heads,

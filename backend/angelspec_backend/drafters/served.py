@@ -10,12 +10,15 @@ from functools import cached_property
 import torch
 from transformers import AutoConfig
 
+from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
 from angelspec_backend.drafters.block_drafter import BlockDrafter
 from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.chain_drafter import ChainDrafter
 from angelspec_backend.drafters.checkpoint import load_drafter
+from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.target_parts import TargetParts
+from angelspec_backend.engine.linear_native import QuantizationError, resolve_quantization
 from angelspec_backend.engine.loader import LoadError, load_tokenizer, model_max_context
 
 logger = logging.getLogger(__name__)
@@ -50,10 +53,14 @@ class ServedTarget:
         return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else ""
 
 
-def load_served(name: str, path: str, target: ServedTarget, quantization: str = "none") -> Drafter:
+def load_served(
+    name: str, path: str, target: ServedTarget, quantization: str = "none", lookup: int = 0
+) -> Drafter:
     """Load the drafter of a kind for a target.
 
-    name: the kind, a drafter's name; path: folder or Hugging Face id of its checkpoint.
+    name: the kind, a drafter's name; path: folder or Hugging Face id of its checkpoint; lookup: longest match
+    that is looked up before the network is asked, in tokens, see ``LookupDrafter``; 0: always the network.
+    quantization: "none", "int8", or "auto" for int8 where it can be computed.
 
     Raises:
         LoadError: the checkpoint is broken, of another kind, or does not fit the target; says what differs.
@@ -77,9 +84,12 @@ def load_served(name: str, path: str, target: ServedTarget, quantization: str = 
             num_blocks=target.num_blocks,
             block_size=target.block_size,
             max_context=target.longest,
-            quantization=quantization,
+            quantization=resolve_quantization(quantization, target.dtype, target.device),
         )
-    except MemoryError as error:
+    except (MemoryError, QuantizationError) as error:
         raise LoadError(f"{name}: {error}") from None
     logger.info("%s: %s, %d layers, taps %s", name, path, spec.num_layers, list(spec.tap_ids))
-    return drafter
+    if not lookup:
+        return drafter
+    most = spec.num_drafts or MAX_DRAFT_TOKENS
+    return LookupDrafter(drafter, lookup, target.num_blocks, target.block_size, most)

@@ -53,10 +53,11 @@ def paged_attention(
     """Causal attention of every query over its row's context and itself, already written to the cache.
 
     query: [num_tokens, num_heads, key_dim], heads dense; key_cache: [num_blocks, num_kv_heads, block_size,
-    key_dim]; value_cache: the same with value_dim.  Of the batch, query_start, context_lens and block_table
-    are used, and max_query by flash attention.  sliding_window: positions a query sees, itself included, 0
-    for all; softcap: scores become softcap * tanh(score / softcap), 0 for off; sinks: [num_heads] one more
-    logit per head that only takes weight away; batch_invariant: False allows flash attention.
+    key_dim], each block dense; value_cache: the same with value_dim.  Of the batch, query_start, context_lens
+    and block_table are used, and max_query by flash attention.  sliding_window: positions a query sees,
+    itself included, 0 for all; softcap: scores become softcap * tanh(score / softcap), 0 for off; sinks:
+    [num_heads] one more logit per head that only takes weight away; batch_invariant: False allows flash
+    attention.
 
     Returns: [num_tokens, num_heads, value_dim], dense; tokens of no row get zeros.
     """
@@ -133,6 +134,8 @@ def attention_args(
         query_start=batch.query_start.data_ptr(),
         context_lens=batch.context_lens.data_ptr(),
         block_table=batch.block_table.data_ptr(),
+        key_stride=key_cache.stride(0),
+        value_stride=value_cache.stride(0),
         num_tokens=batch.token_ids.shape[0],
         num_rows=num_rows,
         max_blocks=max_blocks,

@@ -12,17 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from angelspec_backend.engine.sampler import (
+from angelspec_backend.engine.sampler import bounds, clamped_sums, class_maxima, sample_on_host
+from angelspec_backend.engine.sampling_heads import (
     FINE,
     HEAD_SIZE,
     PADDING,
     Head,
-    bounds,
-    clamped_sums,
-    class_maxima,
     decide,
     head_of_keys,
-    sample_on_host,
     sort_keys,
     tail_mass,
 )
@@ -56,7 +53,7 @@ def sample_on_device(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     ids, value_bits = np.split(fetched[:, 6:], 2, axis=1)
     head = _head(ids.astype(np.int64), np.ascontiguousarray(value_bits).view(np.float32), count)
 
-    low, high = tail_mass(np.stack([total, weight]), count, exact=True)
+    low, high = tail_mass(np.stack([total, weight]), count)
     drawn = np.flatnonzero(~greedy & (count <= head.ids.shape[1]))
     is_open = ~greedy
     if len(drawn):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from angelspec_backend.engine import huge_pages
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,19 @@ class KVPool:
         Raises:
             MemoryError: says how large the pool is and which option makes it smaller.
         """
+        shapes = [
+            (spec.num_kv_heads, block_size, dim) for spec in specs for dim in (spec.key_dim, spec.value_dim)
+        ]
         try:
-            shapes = [(num_blocks, spec.num_kv_heads, block_size) for spec in specs]
-            keys = [_zeros((*s, spec.key_dim), dtype, device) for s, spec in zip(shapes, specs, strict=True)]
-            values = [
-                _zeros((*s, spec.value_dim), dtype, device) for s, spec in zip(shapes, specs, strict=True)
-            ]
+            caches = _interleaved if torch.device(device).type == "cpu" else _separate
+            both = caches(shapes, num_blocks, dtype, device)
         except (OSError, torch.OutOfMemoryError) as error:
-            per_token = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in specs) * dtype.itemsize
-            size = per_token * block_size * num_blocks / 2**30
+            size = sum(math.prod(shape) for shape in shapes) * num_blocks * dtype.itemsize / 2**30
             raise MemoryError(
                 f"a KV pool of {num_blocks} blocks of {block_size} tokens needs {size:.1f} GiB, "
                 f"which this machine does not have; lower num_blocks"
             ) from error
-        return KVPool(tuple(keys), tuple(values), num_blocks, block_size)
+        return KVPool(tuple(both[::2]), tuple(both[1::2]), num_blocks, block_size)
 
     @property
     def bytes_per_token(self) -> int:
@@ -78,10 +79,20 @@ class KVPool:
         self.values[layer][block, :, offset] = value
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would touch every page; private anonymous memory is zero and free until written.
-    size = torch.Size(shape).numel()
-    memory = mmap.mmap(-1, max(size * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
+def _separate(
+    shapes: Sequence[tuple[int, ...]], num_blocks: int, dtype: torch.dtype, device: torch.device | str
+) -> list[Tensor]:
+    """Per shape a cache of zeros of its own.  -> each [num_blocks, *shape]"""
+    return [torch.zeros((num_blocks, *shape), dtype=dtype, device=device) for shape in shapes]
+
+
+def _interleaved(
+    shapes: Sequence[tuple[int, ...]], num_blocks: int, dtype: torch.dtype, _: torch.device | str
+) -> list[Tensor]:
+    """Caches of zeros in which a block of all layers is one piece of memory.  -> each [num_blocks, *shape]
+
+    So used blocks fill huge pages, without a partly filled one per layer.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = huge_pages.zeros(num_blocks * sum(sizes), dtype).view(num_blocks, -1)
+    return [part.unflatten(1, shape) for part, shape in zip(flat.split(sizes, 1), shapes, strict=True)]

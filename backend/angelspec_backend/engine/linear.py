@@ -10,13 +10,13 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from angelspec_backend.engine import native
+from angelspec_backend.engine import linear_native, native
 from angelspec_backend.engine.linear_native import NativeMatmul
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,18 @@ class PackedLinear(nn.Module):
             return _padded(self._matmul, x.contiguous(), high)
         return _in_chunks(self._matmul, x, low, high)
 
+    @property
+    def native_args(self) -> native.LinearArgs | None:
+        """What a native call over many layers needs to compute this one; None if it cannot."""
+        matmul = self.native_matmul
+        return matmul.args if matmul and not matmul.padding else None
+
+    @property
+    def native_matmul(self) -> NativeMatmul | None:
+        """The native product, if that is what computes this layer."""
+        matmul = self._matmul if self.row_range is not None else None
+        return matmul if isinstance(matmul, NativeMatmul) else None
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, row_range={self.row_range}"
 
@@ -88,6 +100,11 @@ def fuse(*linears: nn.Linear, quantization: str = "none") -> PackedLinear:
         linear.register_parameter("weight", None)
         linear.register_parameter("bias", None)
     return PackedLinear(weight, bias, quantization)
+
+
+def move_to_huge_pages(linears: Iterable[PackedLinear]) -> None:
+    """Keep the weights of native layers side by side in huge pages, in this order."""
+    linear_native.move_to_huge_pages([m for linear in linears if (m := linear.native_matmul)])
 
 
 def _bias_or_zeros(linear: nn.Linear) -> Tensor:

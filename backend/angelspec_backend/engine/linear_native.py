@@ -10,11 +10,13 @@ An output is one sum over the inputs in ascending order, so a row is the same fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from angelspec_backend.engine import native
+from angelspec_backend.engine import huge_pages, native
 
 BLOCK = 32
 """Outputs computed together, and inputs in one step of a sum; weights are padded to multiples with zeros."""
@@ -34,7 +36,7 @@ class NativeMatmul:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, quantized: bool, kernel: str = "") -> None:
         self.out_features, self.in_features = weight.shape
-        self._padding = -self.in_features % BLOCK
+        self.padding = -self.in_features % BLOCK
         self._scale: Tensor | None = None
         if quantized:
             codes, self._scale = quantize(weight)
@@ -42,26 +44,43 @@ class NativeMatmul:
         else:
             self._weight = pack(weight)
         self._bias = bias
-        self._args = native.LinearArgs(  # the kernel reads the tensors' memory
+        self.args = native.LinearArgs(  # the kernel reads the tensors' memory
             weight=self._weight.data_ptr(),
             scale=None if self._scale is None else self._scale.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
-            in_features=self.in_features + self._padding,
+            in_features=self.in_features + self.padding,
             out_features=self.out_features,
             weight_bits=8 if quantized else 16,
             kernel=native.LINEAR_KERNELS.index(kernel or native.linear_kernel()),
         )
 
+    @property
+    def weight(self) -> Tensor:
+        """The packed weight."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, same: Tensor) -> None:
+        """Read it elsewhere."""
+        self._weight = same
+        self.args.weight = same.data_ptr()
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [n, in_features] bf16, dense -> [n, out_features]"""
         out = x.new_empty(len(x), self.out_features)
-        if self._padding:
-            x = F.pad(x, (0, self._padding))
-        args = self._args
+        if self.padding:
+            x = F.pad(x, (0, self.padding))
+        args = self.args
         args.x, args.out, args.rows = x.data_ptr(), out.data_ptr(), len(x)
         args.num_threads = torch.get_num_threads()
         native.linear(args)
         return out
+
+
+def move_to_huge_pages(matmuls: Sequence[NativeMatmul]) -> None:
+    """Keep the weights side by side in huge pages, in this order, best that in which they are read."""
+    for matmul, place in zip(matmuls, huge_pages.room([each.weight for each in matmuls]), strict=True):
+        matmul.weight = place.copy_(matmul.weight)
 
 
 def check_supported(dtype: torch.dtype, device: torch.device) -> None:
@@ -78,6 +97,23 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
         )
     if native.linear_kernel() == "none":
         raise QuantizationError("quantization 'int8' needs g++ and a CPU with AVX512-BF16 and AVX512-VBMI")
+
+
+def resolve_quantization(wanted: str, dtype: torch.dtype, device: torch.device | str) -> str:
+    """What to quantize to: "auto" means "int8" where the kernels are, else "none".
+
+    Raises:
+        QuantizationError: "int8" is wanted where it cannot be computed.
+    """
+    if wanted == "none":
+        return wanted
+    try:
+        check_supported(dtype, torch.device(device))
+    except QuantizationError:
+        if wanted == "auto":
+            return "none"
+        raise
+    return "int8"
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Llama and its relatives without Hugging Face modules: what one layer does, in nine calls.
+"""Llama and its relatives without Hugging Face modules.
 
 RMSNorm, grouped-query attention with rotary positions (and a norm on queries and keys, and biases,
 where the model has them), SwiGLU.  Rounding follows the Hugging Face modules, so bf16 results are as
@@ -7,8 +7,8 @@ close to theirs as the order of summation allows.  CPU only; see ``supports``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from angelspec_backend.engine import native
-from angelspec_backend.engine.attention import attention_args
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.checkpoint import Checkpoint, Take
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
-from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.linear import PackedLinear, move_to_huge_pages
+from angelspec_backend.engine.llama_layers import Decoder, DecoderLayer, LayerByLayer, native_layers
 from angelspec_backend.engine.loader import LoadError
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
@@ -60,21 +60,6 @@ _LINEARS = (
 """Linear layers that are fused into one, in rows."""
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The weights of one decoder layer."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: PackedLinear
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
-    attention_out: PackedLinear
-    post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear
-    down: PackedLinear
-    sliding_window: int  # positions a token sees, itself included; 0: all
-
-
 class FusedLlama:
     """A llama-like causal LM over packed batches and a KV pool, with packed and fused weights."""
 
@@ -88,25 +73,30 @@ class FusedLlama:
             LoadError: a weight is missing.
         """
         config, take = checkpoint.config, checkpoint.take
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = _head_dim(config)
-        self.eps = config.rms_norm_eps
-        self.scale = self.head_dim**-0.5
         self.dtype = checkpoint.dtype
         self.embedding = _need(take, "model.embed_tokens.weight")  # [vocab_size, hidden]
-        self.cos_sin = _cos_sin(config, max_context or config.max_position_embeddings).to(self.dtype)
-        self.layers = [
-            _take_layer(take, index, config, quantization) for index in range(config.num_hidden_layers)
-        ]
+        self.decoder = Decoder(
+            layers=[
+                _take_layer(take, index, config, quantization) for index in range(config.num_hidden_layers)
+            ],
+            cos_sin=_cos_sin(config, max_context or config.max_position_embeddings).to(self.dtype),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=_head_dim(config),
+            eps=config.rms_norm_eps,
+        )
         self.norm = _need(take, "model.norm.weight").clone()
         head = None if config.tie_word_embeddings else take("lm_head.weight")
         self.head = PackedLinear(self.embedding if head is None else head, take("lm_head.bias"), quantization)
+        move_to_huge_pages([*(each for layer in self.decoder.layers for each in layer.linears()), self.head])
+        self.native_layers = native_layers(self.decoder)
         fresh = take("model.embed_tokens.weight")  # of files: a view of which nothing is in memory yet
         self.embedding = self.embedding if fresh is None else fresh
 
     def layer_specs(self) -> list[LayerSpec]:
         """What each layer caches per token."""
-        return [LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim) for _ in self.layers]
+        decoder = self.decoder
+        return [LayerSpec(decoder.num_kv_heads, decoder.head_dim, decoder.head_dim) for _ in decoder.layers]
 
     def forward(self, batch: PackedBatch, pool: KVPool) -> Tensor:
         """Compute a batch and store its keys and values.  Returns logits [num_logits, vocab_size]."""
@@ -124,73 +114,27 @@ class FusedLlama:
         Raises:
             ValueError: no such layer.
         """
+        num_layers = len(self.decoder.layers)
         for tap in taps:
-            if not 0 <= tap < len(self.layers):
-                raise ValueError(f"tap {tap}: this model has layers 0 to {len(self.layers) - 1}")
+            if not 0 <= tap < num_layers:
+                raise ValueError(f"tap {tap}: this model has layers 0 to {num_layers - 1}")
         hidden = F.embedding(batch.token_ids, self.embedding)  # [num_tokens, hidden] the residual stream
         tapped: dict[int, Tensor] = {}
-        step = _Step(self, batch, pool)
         delta = torch.zeros_like(hidden)  # what is still to be added to it
-        for index, layer in enumerate(self.layers):
-            delta = step.layer(index, layer, hidden, delta)
-            if index in taps:
-                tapped[index] = hidden + delta
+        native_layers = self.native_layers
+        step = native_layers.start(batch, pool) if native_layers else LayerByLayer(self.decoder, batch, pool)
+        ends = sorted({*(tap + 1 for tap in taps), num_layers})
+        for begin, end in itertools.pairwise((0, *ends)):
+            delta = step.run(begin, end, hidden, delta)
+            if end - 1 in taps:
+                tapped[end - 1] = hidden + delta
         wanted = batch.logits_index
         delta, hidden = delta[wanted], hidden[wanted]
-        normed = native.rms_norm(delta, self.norm, self.eps, torch.empty_like(hidden), hidden)
+        normed = native.rms_norm(delta, self.norm, self.decoder.eps, torch.empty_like(hidden), hidden)
         return self.head(normed), [tapped[tap] for tap in taps]
 
 
-class _Step:
-    """One forward pass: its batch, and buffers that all layers share."""
-
-    def __init__(self, model: FusedLlama, batch: PackedBatch, pool: KVPool) -> None:
-        self.model, self.pool = model, pool
-        num_tokens, hidden = batch.token_ids.shape[0], model.embedding.shape[1]
-        self.normed = torch.empty(num_tokens, hidden, dtype=model.dtype)
-        self.attended = torch.empty(num_tokens, model.num_heads * model.head_dim, dtype=model.dtype)
-        self.activated = torch.empty(num_tokens, model.layers[0].down.in_features, dtype=model.dtype)
-        self.attention = attention_args(batch, model.num_heads, pool.keys[0], pool.values[0], model.scale)
-        self.attention.query_stride = model.layers[0].qkv.out_features
-        self.attention.out = self.attended.data_ptr()
-        self.rope = native.RopeArgs(
-            cos_sin=model.cos_sin.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slot_mapping=batch.slot_mapping.data_ptr(),
-            num_tokens=num_tokens,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            rotary_dim=model.cos_sin.shape[1],
-            block_size=pool.block_size,
-            num_threads=torch.get_num_threads(),
-            eps=model.eps,
-        )
-
-    def layer(self, index: int, layer: _Layer, hidden: Tensor, delta: Tensor) -> Tensor:
-        """One decoder layer.  hidden: [num_tokens, hidden] becomes hidden + delta + attention, in place.
-
-        Returns what is still to be added to ``hidden``: the output of the MLP.
-        """
-        eps, dtype = self.model.eps, self.model.dtype
-        native.rms_norm(delta, layer.input_norm, eps, self.normed, hidden)
-        qkv = layer.qkv(self.normed)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-        rope, attention = self.rope, self.attention
-        rope.qkv = attention.query = qkv.data_ptr()
-        rope.key_cache = attention.key_cache = self.pool.keys[index].data_ptr()
-        rope.value_cache = attention.value_cache = self.pool.values[index].data_ptr()
-        rope.query_norm = None if layer.query_norm is None else layer.query_norm.data_ptr()
-        rope.key_norm = None if layer.key_norm is None else layer.key_norm.data_ptr()
-        native.rope_and_cache(rope, dtype)
-        attention.sliding_window = layer.sliding_window
-        native.paged_attention(attention, dtype)
-
-        delta = layer.attention_out(self.attended)
-        native.rms_norm(delta, layer.post_norm, eps, self.normed, hidden)
-        return layer.down(native.silu_and_mul(layer.gate_up(self.normed), self.activated))
-
-
-def _take_layer(take: Take, index: int, config: Any, quantization: str) -> _Layer:
+def _take_layer(take: Take, index: int, config: Any, quantization: str) -> DecoderLayer:
     """The weights of one decoder layer, packed and fused."""
     prefix = f"model.layers.{index}."
 
@@ -210,7 +154,7 @@ def _take_layer(take: Take, index: int, config: Any, quantization: str) -> _Laye
     sliding = config.model_type == "mistral" or _layer_type(config, index) == "sliding_attention"
     qkv, attention_out, gate_up, down = (packed(*row) for row in _LINEARS)
     input_norm, post_norm = (_need(norm, name) for name in _NORMS)
-    return _Layer(
+    return DecoderLayer(
         input_norm=input_norm,
         qkv=qkv,
         query_norm=norm("self_attn.q_norm"),

@@ -18,7 +18,17 @@ from pathlib import Path
 import torch  # loads the OpenMP runtime that the library needs
 from torch import Tensor
 
+from angelspec_backend.engine.native_args import (
+    AttentionArgs,
+    HeadArgs,
+    LayerArgs,
+    LayersArgs,
+    LinearArgs,
+    RopeArgs,
+)
 from angelspec_backend.engine.native_build import NativeBuildError, build
+
+__all__ = ["AttentionArgs", "HeadArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,44 +36,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 MAX_HEAD_DIM = 256
-
-
-class AttentionArgs(ctypes.Structure):
-    """Mirrors AttentionArgs in native_attention.h; the tensors must outlive the call."""
-
-    _fields_ = (
-        *[(name, _pointer) for name in ("query", "key_cache", "value_cache", "out")],
-        *[(name, _pointer) for name in ("query_start", "context_lens", "block_table", "sinks")],
-        ("query_stride", _long),
-        *[(name, _int) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")],
-        *[(name, _int) for name in ("key_dim", "value_dim", "block_size", "sliding_window", "num_threads")],
-        *[(name, _float) for name in ("scale", "softcap")],
-    )
-
-
-class RopeArgs(ctypes.Structure):
-    """Mirrors RopeArgs in native.cpp; the tensors must outlive the call."""
-
-    _fields_ = (
-        *[
-            (name, _pointer)
-            for name in ("qkv", "key_cache", "value_cache", "cos_sin", "query_norm", "key_norm")
-        ],
-        *[(name, _pointer) for name in ("positions", "slot_mapping")],
-        *[(name, _int) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")],
-        *[(name, _int) for name in ("block_size", "num_threads")],
-        ("eps", _float),
-    )
-
-
-class LinearArgs(ctypes.Structure):
-    """Mirrors LinearArgs in native_linear.h; the tensors must outlive the call."""
-
-    _fields_ = (
-        *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],
-        *[(name, _long) for name in ("rows", "in_features", "out_features")],
-        *[(name, _int) for name in ("weight_bits", "kernel", "num_threads")],
-    )
 
 
 LINEAR_KERNELS = ("none", "avx512", "amx")
@@ -91,9 +63,9 @@ def rope_and_cache(args: RopeArgs, dtype: torch.dtype) -> None:
     """Rotate queries and keys of a fused qkv matrix in place and write keys and values to the cache.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; caches: [num_blocks, num_kv_heads,
-    block_size, head_dim]; cos_sin: [max_positions, rotary_dim], the cosines of one half, then the sines;
-    query_norm, key_norm: RMSNorm weights [head_dim] applied before the rotation, or None; positions,
-    slot_mapping: [num_tokens] int64.
+    block_size, head_dim], each block dense; cos_sin: [max_positions, rotary_dim], the cosines of one half,
+    then the sines; query_norm, key_norm: RMSNorm weights [head_dim] applied before the rotation, or None;
+    positions, slot_mapping: [num_tokens] int64.
     """
     _library().angelspec_rope_and_cache(args, _DTYPES[dtype])
 
@@ -140,6 +112,16 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def layers(args: LayersArgs) -> None:
+    """See ``llama_layers.NativeLayers``, which fills in the arguments."""
+    _library().angelspec_layers(args)
+
+
+def find_heads(args: HeadArgs, dtype: torch.dtype) -> None:
+    """See ``sampler.native_heads``, which fills in the arguments."""
+    _library().angelspec_find_heads(args, _DTYPES[dtype])
+
+
 @functools.lru_cache(maxsize=1)
 def linear_kernel() -> str:
     """The fastest of LINEAR_KERNELS that this machine has: "amx", "avx512", or "none"."""
@@ -179,6 +161,8 @@ def _load(path: Path) -> ctypes.CDLL:
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "argmax": [_pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+        "find_heads": [ctypes.POINTER(HeadArgs), _int],
+        "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],
     }
     for name, argtypes in signatures.items():

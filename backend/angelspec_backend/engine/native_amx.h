@@ -31,6 +31,7 @@ static void configure_tiles(const long rows[8]) {
     } config;
     for (int i = 0; i < 8; i++)
         if (rows[i]) config.rows[i] = rows[i], config.bytes[i] = 64;
+    asm volatile("" : : "r"(&config) : "memory");  // the compiler takes it for reading 8 bytes only
     _tile_loadconfig(&config);
 }
 
@@ -57,24 +58,22 @@ struct AmxTile {
         memset(to + dim, 0, (steps(dim) * 32 - dim) * sizeof(bf16));
     }
 
-    void unpack(const bf16* key_cache, const bf16* value_cache, const int64_t* index, int count, int key_dim,
-                int value_dim, int width, Ahead& ahead) {
+    void unpack(const bf16* const* key, const bf16* const* value, int count, int key_dim, int value_dim, int width,
+                Ahead& ahead) {
         const int groups = (count + LANES - 1) / LANES;
         for (int g = 0; g < groups; g++) {
-            const char* rows[LANES];
-            for (int i = 0; i < LANES; i++) rows[i] = (const char*)(key_cache + index[g * LANES + i] * key_dim);
             for (int d = 0; d < key_dim; d += 8) {
-                ahead.ask(8);
+                ahead.ask(4);
                 u32v column[4];
-                transpose(rows, d * sizeof(bf16), column);
+                transpose(key + g * LANES, d, column);
                 for (int i = 0; i < 4; i++) _mm512_store_si512(keys + (d / 2 + i) * TILE + g * LANES, (__m512i)column[i]);
             }
         }
         memset(keys + key_dim / 2 * TILE, 0, (steps(key_dim) * 32 - key_dim) / 2 * TILE * sizeof(uint32_t));
         for (int j = 0; j < (count + 31) / 32 * 32; j += 2) {  // positions behind the last weigh nothing, but must be finite
-            const bf16* even = j < count ? value_cache + index[j] * value_dim : nullptr;
-            ahead.ask(8);
-            const bf16* odd = j + 1 < count ? value_cache + index[j + 1] * value_dim : nullptr;
+            const bf16* even = j < count ? value[j] : nullptr;
+            ahead.ask(4);
+            const bf16* odd = j + 1 < count ? value[j + 1] : nullptr;
             for (int d = 0; d < width; d += LANES)
                 _mm512_store_si512(values + j / 2 * width + d, pairs(even, odd, d, value_dim));
         }

@@ -11,10 +11,14 @@ from pathlib import Path
 
 SOURCES = (
     "native.cpp",
+    "native_attend.h",
     "native_attention.h",
     "native_amx.h",
     "native_fma.h",
+    "native_layers.h",
     "native_linear.h",
+    "native_rows.h",
+    "native_sampling.h",
     "native_tile.h",
     "native_simd.h",
 )

@@ -3,17 +3,15 @@
 
 #include "native_tile.h"
 
-// cache rows at index[0 .. groups * LANES) -> keys: [dim][TILE].  bf16 pairs widen after the transpose; the bf16
+// rows[0 .. groups * LANES) -> keys: [dim][TILE].  bf16 pairs widen after the transpose; the bf16
 // dot product instruction is no help, it has half the throughput of fp32 FMA where it is made of two of these.
 template <class T>
-static void unpack_keys(const T* cache, const int64_t* index, int groups, int dim, float* keys) {
+static void unpack_keys(const T* const* rows, int groups, int dim, float* keys) {
     constexpr int PER_WORD = 4 / sizeof(T);
     for (int g = 0; g < groups; g++) {
-        const char* rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = (const char*)(cache + index[g * LANES + i] * dim);
         for (int d = 0; d < dim; d += 4 * PER_WORD) {
             u32v column[4];
-            transpose(rows, d * sizeof(T), column);
+            transpose(rows + g * LANES, d, column);
             for (int i = 0; i < 4; i++) {
                 float* to = keys + (d + i * PER_WORD) * TILE + g * LANES;
                 if (PER_WORD == 1) {
@@ -27,11 +25,11 @@ static void unpack_keys(const T* cache, const int64_t* index, int groups, int di
     }
 }
 
-// cache rows at index[0 .. count) -> values: [count][width], zero beyond dim
+// rows[0 .. count) -> values: [count][width], zero beyond dim
 template <class T>
-static void unpack_values(const T* cache, const int64_t* index, int count, int dim, int width, float* values) {
+static void unpack_values(const T* const* rows, int count, int dim, int width, float* values) {
     for (int j = 0; j < count; j++, values += width) {
-        const T* from = cache + index[j] * dim;
+        const T* from = rows[j];
         int d = 0;
         for (; d + LANES <= dim; d += LANES) store(values + d, load(from + d));
         if (d < dim) store(values + d, load(from + d, dim - d));
@@ -96,11 +94,11 @@ struct FmaTile {
         for (int d = 0; d < dim; d += LANES) store(query + i * dim + d, load(from + d, dim - d), dim - d);
     }
 
-    void unpack(const T* key_cache, const T* value_cache, const int64_t* index, int count, int key_dim,
-                int value_dim, int width, Ahead& ahead) {
+    void unpack(const T* const* key, const T* const* value, int count, int key_dim, int value_dim, int width,
+                Ahead& ahead) {
         ahead.ask(1 << 20);
-        unpack_keys(key_cache, index, (count + LANES - 1) / LANES, key_dim, keys);
-        unpack_values(value_cache, index, count, value_dim, width, values);
+        unpack_keys(key, (count + LANES - 1) / LANES, key_dim, keys);
+        unpack_values(value, count, value_dim, width, values);
     }
 
     template <int N>

@@ -11,7 +11,7 @@
 
 enum LinearKernel { LINEAR_NONE, LINEAR_AVX512, LINEAR_AMX };  // mirrored by native.LINEAR_KERNELS
 
-struct LinearArgs {       // mirrored by native.LinearArgs
+struct LinearArgs {       // mirrored by native_args.LinearArgs
     const bf16* x;        // [rows, in_features], dense
     const void* weight;   // [blocks][steps][PANEL], bf16 or bytes as linear_native packs them
     const float* scale;   // [out_features], one per output, or null
@@ -213,33 +213,37 @@ static void linear_block(const LinearArgs& a, long block, Weights weights, Block
     for (int i = 0; i < 2; i++) buffers[i].finish(a, op.output, ROWS);
 }
 
-static void linear(const LinearArgs& a) {
+// What every thread of a team does; all of it is done when they leave.
+static void linear_in_team(const LinearArgs& a) {
     const long blocks = (a.out_features + OUTPUTS - 1) / OUTPUTS, steps = a.in_features / STEP;
     // When no later rows read the widened weights again, few of them are kept.
     const bool once = a.kernel == LINEAR_AMX ? a.rows <= ROWS : a.rows <= 8 && (a.rows & (a.rows - 1)) == 0;
     const long ring = once && steps > RING ? RING : steps;
-#pragma omp parallel num_threads(a.num_threads)
-    {
-        alignas(64) bf16 small[RING * PANEL];
-        bf16* panel = small;
-        if (a.weight_bits == 8 && ring > RING) panel = (bf16*)aligned_alloc(64, ring * PANEL * sizeof(bf16));
-        BlockSums buffers[2];
-        long configured = 0;
-#pragma omp for schedule(static)
-        for (long block = 0; block < blocks; block++) {
-            const long at = block * steps * PANEL;
-            if (a.weight_bits == 8) {
-                NarrowWeights weights{(const uint8_t*)a.weight + at, panel, ring, steps};
-                linear_block(a, block, weights, buffers, &configured);
-            } else {
-                linear_block(a, block, WideWeights{(const bf16*)a.weight + at}, buffers, &configured);
-            }
+    alignas(64) bf16 small[RING * PANEL];
+    bf16* panel = small;
+    if (a.weight_bits == 8 && ring > RING) panel = (bf16*)aligned_alloc(64, ring * PANEL * sizeof(bf16));
+    BlockSums buffers[2];
+    long configured = 0;
+#pragma omp for schedule(static) nowait
+    for (long block = 0; block < blocks; block++) {
+        const long at = block * steps * PANEL;
+        if (a.weight_bits == 8) {
+            NarrowWeights weights{(const uint8_t*)a.weight + at, panel, ring, steps};
+            linear_block(a, block, weights, buffers, &configured);
+        } else {
+            linear_block(a, block, WideWeights{(const bf16*)a.weight + at}, buffers, &configured);
         }
-#if defined(__AMX_BF16__)
-        if (configured) { _tile_release(); }
-#endif
-        if (panel != small) free(panel);
     }
+#if defined(__AMX_BF16__)
+    if (configured) { _tile_release(); }
+#endif
+    if (panel != small) free(panel);
+#pragma omp barrier
+}
+
+static void linear(const LinearArgs& a) {
+#pragma omp parallel num_threads(a.num_threads)
+    linear_in_team(a);
 }
 #endif
 

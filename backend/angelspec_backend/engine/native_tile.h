@@ -26,10 +26,13 @@ struct Ahead {
     } runs[2 * TILE];
     int count = 0, now = 0;
 
-    void add(const char* from, long bytes) { runs[count++] = {from, from + bytes}; }
+    template <class T>
+    void add(const T* from, long n) {
+        runs[count++] = {(const char*)from, (const char*)(from + n)};
+    }
     void ask(int lines) {
         for (; now < count && lines; lines--) {
-            __builtin_prefetch(runs[now].at);
+            __builtin_prefetch(runs[now].at, 0, 2);  // into L2: a tile of all heads is larger than L1
             runs[now].at += 64;
             if (runs[now].at >= runs[now].end) now++;
         }
@@ -68,12 +71,13 @@ struct State {
     }
 };
 
-// Columns of 4 words of LANES keys: [LANES keys][4 words] -> out[word][LANES keys].
-static inline void transpose(const char* const* rows, long byte, u32v out[4]) {
+// Columns of 4 words of LANES keys, from an element on: [LANES keys][4 words] -> out[word][LANES keys].
+template <class T>
+static inline void transpose(const T* const* rows, int from, u32v out[4]) {
 #if defined(__AVX512F__)
     __m512i x[4];
     for (int i = 0; i < 4; i++) {  // 128-bit lane l of x[i] is key 4 * l + i
-        auto part = [&](int key) { return _mm_loadu_si128((const __m128i*)(rows[key] + byte)); };
+        auto part = [&](int key) { return _mm_loadu_si128((const __m128i*)(rows[key] + from)); };
         x[i] = _mm512_castsi128_si512(part(i));
         x[i] = _mm512_inserti32x4(x[i], part(4 + i), 1);
         x[i] = _mm512_inserti32x4(x[i], part(8 + i), 2);
@@ -89,7 +93,7 @@ static inline void transpose(const char* const* rows, long byte, u32v out[4]) {
     typedef uint32_t u32x4 __attribute__((vector_size(16)));
     u32x4 columns[4][LANES / 4], x[4];
     for (int four = 0; four < LANES / 4; four++) {
-        for (int i = 0; i < 4; i++) memcpy(&x[i], rows[4 * four + i] + byte, sizeof x[i]);
+        for (int i = 0; i < 4; i++) memcpy(&x[i], rows[4 * four + i] + from, sizeof x[i]);
         const u32x4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
         u32x4 a = __builtin_shuffle(x[0], x[1], low), b = __builtin_shuffle(x[0], x[1], high);
         u32x4 c = __builtin_shuffle(x[2], x[3], low), d = __builtin_shuffle(x[2], x[3], high);
@@ -115,14 +119,10 @@ static inline void cap_scores(float* scores, int groups, float scale, float soft
 
 // Take the scores [TILE] of each of N queries into best and total; decay[q] becomes the factor by which earlier sums
 // shrink, and put(q, g, a, b) gets the weights of the groups g and g + 1, the latter zero if there is none.
-// Several queries at a time hide the latency of each.
-template <int N, class Put>
-static inline void softmax_tile(float* scores, const Visible* visible, int groups, float scale, float softcap,
-                                float* best, float* total, float* decay, Put put) {
-    if (softcap > 0) cap_scores<N>(scores, groups, scale, softcap);
-    const f32v factor = splat(softcap > 0 ? 1 : scale * LOG2E);
-    bool whole = true;  // every query sees all of the tile
-    for (int q = 0; q < N; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
+// Several queries at a time hide the latency of each.  WHOLE: every query sees all of the tile.
+template <int N, bool WHOLE, class Put>
+static inline void weigh_tile(const float* scores, const Visible* visible, int groups, f32v factor, float* best,
+                              float* total, float* decay, Put put) {
     auto seen = [&](int q, int g) {
         i32v at = lane_numbers() + g * LANES;
         return (at >= visible[q].low) & (at < visible[q].high);
@@ -131,9 +131,11 @@ static inline void softmax_tile(float* scores, const Visible* visible, int group
     for (int q = 0; q < N; q++) tops[q] = splat(LOWEST);
     for (int g = 0; g < groups; g++)
         for (int q = 0; q < N; q++) {
-            f32v s = load(scores + q * TILE + g * LANES) * factor;
-            tops[q] = max(tops[q], whole ? s : where(seen(q, g), s, splat(LOWEST)));
+            f32v s = load(scores + q * TILE + g * LANES);
+            tops[q] = max(tops[q], WHOLE ? s : where(seen(q, g), s * factor, splat(LOWEST)));
         }
+    if (WHOLE)  // the largest product is that of the largest score
+        for (int q = 0; q < N; q++) tops[q] = max(tops[q] * factor, splat(LOWEST));
     float highest[N];
     max_lanes<N>(tops, highest);
     f32v before = load(best, N), top = max(before, load(highest, N));  // a lane is a query
@@ -145,7 +147,7 @@ static inline void softmax_tile(float* scores, const Visible* visible, int group
     }
     auto weigh = [&](int q, int g) {
         f32v weight = exp2(fma(load(scores + q * TILE + g * LANES), factor, -tops[q]));
-        if (!whole) weight = where(seen(q, g), weight, f32v{});
+        if (!WHOLE) weight = where(seen(q, g), weight, f32v{});
         sums[q] = sums[q] + weight;
         return weight;
     };
@@ -155,4 +157,17 @@ static inline void softmax_tile(float* scores, const Visible* visible, int group
             put(q, g, a, g + 1 < groups ? weigh(q, g + 1) : f32v{});
         }
     for (int q = 0; q < N; q++) store(total + q * LANES, sums[q]);
+}
+
+template <int N, class Put>
+static inline void softmax_tile(float* scores, const Visible* visible, int groups, float scale, float softcap,
+                                float* best, float* total, float* decay, Put put) {
+    if (softcap > 0) cap_scores<N>(scores, groups, scale, softcap);
+    const f32v factor = splat(softcap > 0 ? 1 : scale * LOG2E);
+    bool whole = true;
+    for (int q = 0; q < N; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
+    if (whole)
+        weigh_tile<N, true>(scores, visible, groups, factor, best, total, decay, put);
+    else
+        weigh_tile<N, false>(scores, visible, groups, factor, best, total, decay, put);
 }

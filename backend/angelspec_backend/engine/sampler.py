@@ -1,13 +1,10 @@
 """Fast sampling of many rows: the tokens of ``sampling_rule``, without a pass over the vocabulary per row.
 
-Most rows are decided by their head and bounds on the mass of their tail.  Vocabulary-wide work is two
-passes of maxima; exponentials of the vocabulary are taken only for the few rows that stay open.
+Most rows are decided by their head and bounds on the mass of their tail, which take a pass of maxima and
+one of float32 exponentials: of the native kernel, or of torch.  The few rows that stay open go by the rule.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,31 +13,27 @@ from torch import Tensor
 
 from angelspec_backend.engine import native
 from angelspec_backend.engine.batch import ragged
-from angelspec_backend.engine.noise import TAIL_GUMBEL, gumbel, stream_keys
+from angelspec_backend.engine.sampling_heads import (
+    COARSE,
+    FINE,
+    HEAD_SIZE,
+    PADDING,
+    Head,
+    HeadedRows,
+    decide,
+    head_of_keys,
+    sort_keys,
+    tail_mass,
+)
 from angelspec_backend.engine.sampling_rule import SamplingRows, sample_row
 from angelspec_backend.engine.upload import upload
 
 __all__ = ["SamplingRows", "sample"]
 
-HEAD_SIZE = 128
-"""Tokens in a head, roughly: the bound is the HEAD_SIZE-th largest of the coarse classes' maxima."""
-FINE, COARSE = 16, 4
-"""Tokens in a fine class, fine classes in a coarse one."""
-SLACK = 1e-4
-"""Relative error allowed to a sum of float32 exponentials; the real one is below 2e-5."""
-PADDING = np.uint64(2**64 - 1)
-
-
-@dataclass(frozen=True)
-class Head:
-    """The tokens at or above each row's bound, likeliest first, the lower id first on ties."""
-
-    ids: NDArray[np.int64]  # [n, width]
-    logits: NDArray[np.float64]  # [n, width] relative to the largest, not divided by the temperature
-    count: NDArray[np.int64]  # [n] tokens in the head, the rest of the width is padding with -inf
-
-    def __getitem__(self, index: Any) -> Head:
-        return Head(self.ids[index], self.logits[index], self.count[index])
+WIDTH = 512
+"""Room for the head of a row; a larger one takes a second call."""
+ROWS_AT_ONCE = 64
+"""Rows whose logits torch widens together."""
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
@@ -61,33 +54,69 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
 
 
 def sample_on_host(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
-    """``sample`` for at least one row, with as little arithmetic as can be.  On a GPU it waits often."""
+    """``sample`` for at least one row.  On a GPU it waits often."""
     greedy = rows.temperature == 0
-    if greedy.all() and native.supports(logits.dtype, logits.device):
+    has_kernels = native.supports(logits.dtype, logits.device)
+    if greedy.all() and has_kernels:
         return native.argmax(logits).numpy()
+    headed = (native_heads if has_kernels else torch_heads)(logits, rows.temperature)
+    if headed is None:
+        lowest = torch.finfo(torch.float32).min
+        return sample_on_host(torch.nan_to_num(logits.float(), nan=lowest), rows)
+    head = headed.head
+    tokens = head.ids[:, 0].astype(np.int32)  # greedy: the largest logit, the lowest id on ties
+    drawn = np.flatnonzero(~greedy)
+    if not len(drawn):
+        return tokens
+    low, high = tail_mass(headed.sums[:, drawn], head.count[drawn])
+    decided, chosen = decide(head[drawn], rows[drawn], low, high)
+    tokens[drawn[decided]] = chosen[decided]
+    for row in drawn[~decided]:
+        values = logits[row].float().cpu().numpy()
+        tokens[row] = sample_row(values, float(headed.bound[row]), rows[row : row + 1])
+    return tokens
+
+
+def native_heads(logits: Tensor, temperature: NDArray[np.float32], width: int = WIDTH) -> HeadedRows | None:
+    """The heads by the kernel of native_sampling.h.  None if the largest logit of a row is not finite.
+
+    logits: [n, vocab] bf16 or fp32 on the CPU; temperature: [n]; width: room for a head.
+    """
+    logits = logits.contiguous()
+    n, vocab = logits.shape
+    width = min(width, vocab)
+    temperature = np.ascontiguousarray(temperature, np.float32)
+    ids, relative = np.empty((n, width), np.int64), np.empty((n, width), np.float64)
+    count, facts = np.empty(n, np.int64), np.empty((4, n), np.float32)
+    args = native.HeadArgs(
+        logits.data_ptr(), *(a.ctypes.data for a in (temperature, ids, relative, count, facts))
+    )
+    args.rows, args.vocab, args.width, args.num_threads = n, vocab, width, torch.get_num_threads()
+    native.find_heads(args, logits.dtype)
+    bound, largest, *sums = facts
+    if np.isnan(largest).any():
+        return None
+    longest = int(count.max())
+    if longest > width:
+        return native_heads(logits, temperature, longest)
+    return HeadedRows(Head(ids[:, :longest], relative[:, :longest], count), bound, np.stack(sums))
+
+
+def torch_heads(logits: Tensor, temperature: NDArray[np.float32]) -> HeadedRows | None:
+    """The same with torch, for any float dtype and device.  [n, vocab], [n]"""
+    greedy = temperature == 0
     fine = class_maxima(logits, FINE)
     bound, largest = bounds(fine, greedy)  # [n, 1]
     if not bool(torch.isfinite(largest).all()):
-        lowest = torch.finfo(torch.float32).min
-        return sample_on_host(torch.nan_to_num(logits.float(), nan=lowest), rows)
+        return None
     head = _select(logits, fine, bound)
-    tokens = head.ids[:, 0].astype(np.int32)  # greedy: the largest logit, the lowest id on ties
-
-    open_rows = np.flatnonzero(~greedy)
-    for exact in (False, True):
-        if not len(open_rows):
-            return tokens
-        index = torch.from_numpy(open_rows).to(logits.device)
-        values = (logits if exact else fine).index_select(0, index).float()
-        part, part_head = rows[open_rows], head[open_rows]
-        sums = clamped_sums(values, bound[index], largest[index], part.temperature).cpu().numpy()
-        low, high = tail_mass(sums, part_head.count, exact)
-        decided, chosen = decide(part_head, part, low, high)
-        tokens[open_rows[decided]] = chosen[decided]
-        open_rows = open_rows[~decided]
-    for row in open_rows:
-        tokens[row] = sample_row(logits[row].float().cpu().numpy(), float(bound[row]), rows[row : row + 1])
-    return tokens
+    parts = [slice(at, at + ROWS_AT_ONCE) for at in range(0, len(logits), ROWS_AT_ONCE)]
+    divisor = np.where(greedy, np.float32(1), temperature)
+    wide = (logits[part].to(torch.float32, copy=True) for part in parts)
+    sums = [
+        clamped_sums(w, bound[p], largest[p].float(), divisor[p]) for w, p in zip(wide, parts, strict=True)
+    ]
+    return HeadedRows(head, bound[:, 0].float().cpu().numpy(), torch.cat(sums, 1).cpu().numpy())
 
 
 def class_maxima(values: Tensor, size: int) -> Tensor:
@@ -143,31 +172,6 @@ def _select(logits: Tensor, fine: Tensor, bound: Tensor) -> Head:
     return head_of_keys(table, count)
 
 
-def head_of_keys(table: NDArray[np.uint64], count: NDArray[np.int64]) -> Head:
-    """Order the heads.
-
-    table: [n, width] sort keys, overwritten, PADDING where there is no token; count: [n].
-    """
-    table.sort(axis=1)
-    head_ids, head_values = _decode_keys(table)
-    relative = np.where(table == PADDING, -np.inf, head_values - head_values[:, :1])
-    return Head(head_ids, relative, count)
-
-
-def sort_keys(values: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Keys that sort by falling value, then by rising id.  [n], [n] -> [n]"""
-    bits = (values + np.float32(0)).view(np.uint32)  # + 0 makes -0 equal to 0
-    rising = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-    return (~rising).astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
-
-
-def _decode_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The ids and values of sort keys."""
-    rising = ~(keys >> np.uint64(32)).astype(np.uint32)
-    bits = np.where(rising >> 31, rising ^ np.uint32(1 << 31), ~rising)
-    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64), bits.view(np.float32).astype(np.float64)
-
-
 def clamped_sums(values: Tensor, bound: Tensor, largest: Tensor, temperature: NDArray[np.float32]) -> Tensor:
     """Per row the sum of exp((value - largest) / temperature), values above the bound counting as the bound.
 
@@ -179,54 +183,3 @@ def clamped_sums(values: Tensor, bound: Tensor, largest: Tensor, temperature: ND
     weights = values.sub_(largest).mul_(scale)
     sums = torch.minimum(weights, at_bound, out=weights).exp_().sum(-1)
     return torch.stack([sums, at_bound[:, 0].exp()])
-
-
-def tail_mass(
-    sums: NDArray[np.float32], head_count: NDArray[np.int64], exact: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """An interval that holds the mass of each row's tail, relative to its largest logit.
-
-    sums: [2, n] ``clamped_sums`` of the logits if exact, else of the maxima of the fine classes, which limit
-    the tail from above; head_count: [n].  Returns [n], [n].
-    """
-    total, weight = sums.astype(np.float64) * np.array([[1 if exact else FINE], [1]])
-    # Every head token counts as if it were at the bound, and that is subtracted again.
-    mass, error = total - head_count * weight, SLACK * total
-    low = np.maximum(mass - error, 0) if exact else np.zeros_like(mass)
-    return low, np.maximum(mass, 0) + error + 1e-30
-
-
-def decide(
-    head: Head, rows: SamplingRows, low: NDArray[np.float64], high: NDArray[np.float64]
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which rows the head decides, and their tokens, when the tail's mass lies in [low, high].
-
-    A row is decided if its best token is kept and beats the tail for every mass in the interval.
-    head, rows, low, high: [n]; the token of an undecided row means nothing.
-    """
-    n, width = head.ids.shape
-    logits = head.logits / rows.temperature.astype(np.float64)[:, None]
-    weights = np.exp(logits)
-    top_k = rows.top_k
-    k_in_head = (top_k > 0) & (top_k <= head.count)
-    kth = head.logits[np.arange(n), np.clip(top_k, 1, width) - 1]
-    kept = ~k_in_head[:, None] | (head.logits >= kth[:, None])
-    candidates = weights * kept
-    cumulative = np.cumsum(candidates, axis=1)
-    preceding, mass = cumulative - candidates, cumulative[:, -1]
-
-    top_p = np.where(rows.top_p < 1, rows.top_p.astype(np.float64), np.inf)
-    low, high = np.where(top_k > 0, 0, low), np.where(k_in_head, 0, high)
-    kept &= weights >= rows.min_p[:, None]
-    possible = kept & (preceding < (top_p * (mass + high))[:, None])
-    certain = kept & (preceding < (top_p * (mass + low))[:, None])
-    possible[:, 0] = certain[:, 0] = True
-
-    keys = stream_keys(rows.seed, rows.position)[:, None]
-    scores = np.where(possible, logits + gumbel(keys, head.ids), -np.inf)
-    best = scores.argmax(1)
-    smallest = weights[np.arange(n), head.count - 1]
-    no_tail = k_in_head | (mass >= top_p * (mass + high)) | (smallest < rows.min_p)
-    tail_score = np.log(np.maximum(high, 1e-300)) + gumbel(keys, np.array([TAIL_GUMBEL]))[:, 0]
-    wins = no_tail | (scores[np.arange(n), best] > tail_score)
-    return certain[np.arange(n), best] & wins, head.ids[np.arange(n), best]

@@ -76,14 +76,13 @@ def sample_row(values: NDArray[np.float32], bound: float, row: SamplingRows) -> 
     head = np.flatnonzero(in_head & ~excluded)
     scores = logits[head] + gumbel(key, head)
     best = int(scores.argmax())
-    tail_weights = np.exp(logits)
-    tail_weights[in_head | excluded] = 0
-    cumulative = np.cumsum(tail_weights)
-    mass = cumulative[-1]
+    tail = np.flatnonzero(~(in_head | excluded))
+    cumulative = np.cumsum(np.exp(logits[tail]))
+    mass = cumulative[-1] if len(tail) else 0
     if mass == 0 or np.log(mass) + gumbel(key, np.array([TAIL_GUMBEL]))[0] <= scores[best]:
         return int(head[best])
     target = uniform(key, np.array([TAIL_TOKEN]))[0] * mass
-    return int(np.searchsorted(cumulative, target, side="right"))
+    return int(tail[np.searchsorted(cumulative, target, side="right")])
 
 
 def kept_tokens(values: NDArray[np.float32], row: SamplingRows) -> NDArray[np.bool_]:

@@ -17,9 +17,9 @@ from typing import Any
 
 from angelspec_backend.core.config import ConfigError, EngineConfig
 from angelspec_backend.core.fields import InvalidRequest
-from angelspec_backend.core.loop import SpeculativeLoop, StepError
+from angelspec_backend.core.loop import ServerStopping, SpeculativeLoop, StepError
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
-from angelspec_backend.core.params import RequestLimits, parse_request
+from angelspec_backend.core.params import RequestLimits, Unavailable, parse_request
 from angelspec_backend.triton import bridge
 from angelspec_backend.triton.bls import BlsExecutor
 from angelspec_backend.triton.codec import TargetInfo
@@ -32,10 +32,6 @@ from angelspec_backend.triton.tokenizer import hide_torch, load_tokenizer
 JOIN_TIMEOUT = 5.0  # seconds a thread gets to end
 
 logger = logging.getLogger(__name__)
-
-
-class Unavailable(RuntimeError):
-    """A good request that cannot be served now; the message is for the client."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,7 @@ class TritonPythonModel:
             StepError: target or drafter is not there yet; the next request tries again.
         """
         executor = BlsExecutor(drafts=bool(self._config.drafter_names))
+        executor.recover()  # a model may have died since it was loaded
         try:
             target = executor.target_info()
             drafters = self._drafters(executor, target)
@@ -121,16 +118,29 @@ class TritonPythonModel:
         loop = SpeculativeLoop(executor, config, self._streams.on_tokens)
         thread = threading.Thread(target=loop.run, name="loop", daemon=True)
         self._output = threading.Thread(target=self._streams.run, args=(loop,), name="output", daemon=True)
-        limits = RequestLimits.from_config(self._config, config.max_context, target.vocab_size)
+        failures = {drafter.name: drafter.failure for drafter in drafters if drafter.failure}
+        limits = RequestLimits.from_config(self._config, config.max_context, target.vocab_size, failures)
         self._service = Service(loop, limits, thread)
         thread.start()
         self._output.start()
         return self._service
 
     def _drafters(self, executor: BlsExecutor, target: TargetInfo) -> tuple[DrafterInfo, ...]:
+        """What drafters say of themselves, in the order of the configuration.
+
+        A drafter that cannot work with this target counts as one that could not be loaded.
+
+        Raises:
+            ConfigError: drafter and target were not configured for each other.
+        """
         if not executor.drafts:
             return ()
-        info = executor.drafter_info()
+        try:
+            info = executor.drafter_info()
+        except ServerStopping:
+            raise
+        except StepError as error:
+            return tuple(DrafterInfo.failed(name, str(error)) for name in self._config.drafter_names)
         names = tuple(drafter.name for drafter in info.drafters)
         if names != self._config.drafter_names:
             raise ConfigError(
@@ -138,9 +148,11 @@ class TritonPythonModel:
             )
         if info.pool != target.pool:
             raise ConfigError(f"drafter has {info.pool}, target has {target.pool}; they share block ids")
-        for drafter in info.drafters:
-            drafter.check_target(target.num_layers, target.hidden_bytes)
-        return info.drafters
+        checked = [drafter.checked(target.num_layers, target.hidden_bytes) for drafter in info.drafters]
+        for drafter, before in zip(checked, info.drafters, strict=True):
+            if drafter != before:
+                logger.error("drafter '%s' cannot be used: %s", drafter.name, drafter.failure)
+        return tuple(checked)
 
 
 def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[DrafterInfo, ...]) -> LoopConfig:

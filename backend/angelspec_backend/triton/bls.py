@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from angelspec_backend.core.loop import Recovered, ServerStopping, StepError
+from angelspec_backend.core.loop_config import loaded
 from angelspec_backend.core.messages import ROW, StepInput, StepOutput
 from angelspec_backend.triton import bridge, codec
 
@@ -18,6 +20,8 @@ NO_ROWS = StepInput(np.zeros(0, ROW), np.zeros(0, np.int32), np.zeros(0, np.int3
 
 TARGET_INPUTS = ("rows", "token_ids", "block_table", "tap_ids")
 DRAFTER_INPUTS = ("rows", "feed_token_ids", "block_table")
+
+Info = TypeVar("Info")
 
 logger = logging.getLogger(__name__)
 
@@ -55,27 +59,31 @@ class BlsExecutor:
         Raises:
             StepError: the target is gone for good.
         """
-        target_died = not self._alive("target")
+        target_died = _unless_dead(self.target_info) is None
         if target_died:
             _reload("target")
-        drafter_died = self.drafts and not self._alive("drafter")
-        drafting = self.drafts
+        if not self.drafts:
+            return Recovered(target=target_died, drafter=False, drafters=frozenset())
+        info = _unless_dead(self.drafter_info)
+        drafter_died = info is None
         if drafter_died:
             try:
                 _reload("drafter")
             except StepError:
-                logger.exception("going on without the drafter")
-                drafting = False
-        return Recovered(target=target_died, drafter=drafter_died and drafting, drafting=drafting)
+                logger.exception("going on without drafters")
+            info = _unless_dead(self.drafter_info)
+        drafters = loaded(info.drafters) if info else frozenset()
+        return Recovered(target=target_died, drafter=drafter_died and bool(drafters), drafters=drafters)
 
-    def _alive(self, model: str) -> bool:
-        try:
-            self.target_info() if model == "target" else self.drafter_info()
-        except ServerStopping:
-            raise  # loading a model now would block until the server gives up
-        except StepError:
-            return False
-        return True
+
+def _unless_dead(describe: Callable[[], Info]) -> Info | None:
+    """What a model says of itself; None when its process is dead."""
+    try:
+        return describe()
+    except ServerStopping:
+        raise  # loading a model now would block until the server gives up
+    except StepError:
+        return None
 
 
 def _describe(model: str, inputs: tuple[str, ...]) -> codec.Arrays:

@@ -9,6 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.core.request import FinishReason
 
 PUBLISH_INTERVAL = 0.5
@@ -30,6 +31,7 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "Draft tokens verified",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted",
 }
+_ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {
     "requests_running": "Requests being computed",
     "requests_waiting": "Requests waiting for a place",
@@ -52,6 +54,13 @@ class ServingMetrics:
             name: self._family(f"{name}_total", text, kinds.COUNTER).Metric(labels={})
             for name, text in _COUNTERS.items()
         }
+        accepted = self._family(
+            f"{_ACCEPTED_AT}_total", "Draft tokens accepted, by their position in the draft", kinds.COUNTER
+        )
+        self._counters |= {
+            f"{_ACCEPTED_AT}_{position}": accepted.Metric(labels={"position": str(position)})
+            for position in range(MAX_DRAFT_TOKENS)
+        }
         self._gauges = {
             name: self._family(name, text, kinds.GAUGE).Metric(labels={}) for name, text in _GAUGES.items()
         }
@@ -69,6 +78,14 @@ class ServingMetrics:
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter."""
         self._pending[name] += amount
+
+    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verification of at least one draft token."""
+        self.count("spec_decode_num_drafts")
+        self.count("spec_decode_num_draft_tokens", num_drafted)
+        self.count("spec_decode_num_accepted_tokens", num_accepted)
+        for position in range(num_accepted):
+            self.count(f"{_ACCEPTED_AT}_{position}")
 
     def observe(self, name: str, seconds: float) -> None:
         """Add to a histogram."""

@@ -166,10 +166,7 @@ class Streams:
         self._metrics.count("output_tokens", len(event.token_ids))
         drafted = event.num_draft_tokens - stream.num_draft_tokens
         if drafted:
-            self._metrics.count("spec_decode_num_drafts")
-            self._metrics.count("spec_decode_num_draft_tokens", drafted)
-            accepted = event.num_accepted_tokens - stream.num_accepted_tokens
-            self._metrics.count("spec_decode_num_accepted_tokens", accepted)
+            self._metrics.count_draft(drafted, event.num_accepted_tokens - stream.num_accepted_tokens)
         stream.num_draft_tokens = event.num_draft_tokens
         stream.num_accepted_tokens = event.num_accepted_tokens
 

@@ -1,0 +1,82 @@
+"""The arguments of the CPU kernels, as C structures; the tensors they point to must outlive the call."""
+
+from __future__ import annotations
+
+import ctypes
+
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirrors AttentionArgs in native_attention.h."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("query", "key_cache", "value_cache", "out")],
+        *[(name, _pointer) for name in ("query_start", "context_lens", "block_table", "sinks")],
+        *[(name, _long) for name in ("query_stride", "key_stride", "value_stride")],
+        *[(name, _int) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")],
+        *[(name, _int) for name in ("key_dim", "value_dim", "block_size", "sliding_window", "num_threads")],
+        *[(name, _float) for name in ("scale", "softcap")],
+    )
+
+
+class RopeArgs(ctypes.Structure):
+    """Mirrors RopeArgs in native_rows.h."""
+
+    _fields_ = (
+        *[
+            (name, _pointer)
+            for name in ("qkv", "key_cache", "value_cache", "cos_sin", "query_norm", "key_norm")
+        ],
+        *[(name, _pointer) for name in ("positions", "slot_mapping")],
+        *[(name, _long) for name in ("key_stride", "value_stride")],
+        *[(name, _int) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")],
+        *[(name, _int) for name in ("block_size", "num_threads")],
+        ("eps", _float),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """Mirrors LinearArgs in native_linear.h."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],
+        *[(name, _long) for name in ("rows", "in_features", "out_features")],
+        *[(name, _int) for name in ("weight_bits", "kernel", "num_threads")],
+    )
+
+
+class HeadArgs(ctypes.Structure):
+    """Mirrors HeadArgs in native_sampling.h."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("logits", "temperature", "ids", "relative", "count", "facts")],
+        *[(name, _long) for name in ("rows", "vocab", "width")],
+        ("num_threads", _int),
+    )
+
+
+class LayerArgs(ctypes.Structure):
+    """Mirrors LayerArgs in native_layers.h."""
+
+    _fields_ = (
+        *[(name, LinearArgs) for name in ("qkv", "attention_out", "gate_up", "down")],
+        *[(name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")],
+        *[(name, _pointer) for name in ("key_cache", "value_cache")],
+        ("sliding_window", _long),
+    )
+
+
+class LayersArgs(ctypes.Structure):
+    """Mirrors LayersArgs in native_layers.h."""
+
+    _fields_ = (
+        ("layers", _pointer),
+        ("attention", AttentionArgs),
+        ("rope", RopeArgs),
+        *[(name, _pointer) for name in ("hidden", "delta", "normed", "qkv", "attended", "gate_up")],
+        *[(name, _pointer) for name in ("activated", "seconds")],
+        *[(name, _long) for name in ("num_layers", "num_tokens", "hidden_size", "inter")],
+        ("num_threads", _int),
+        ("eps", _float),
+    )

@@ -1,0 +1,122 @@
+// What is computed row by row: norms, rotary positions, the activation of an MLP, the likeliest token.
+#pragma once
+
+#include "native_simd.h"
+
+// body(i) for 0 <= i < n, shared by a team of threads; all of it is done when they leave.
+template <class Body>
+static void in_team(long n, Body body) {
+#pragma omp for schedule(static)
+    for (long i = 0; i < n; i++) body(i);
+}
+
+// The same by a team of its own if there is enough to do: even an inactive region takes a while.
+template <class Body>
+static void for_each(long n, bool parallel, int num_threads, Body body) {
+    if (parallel && num_threads > 1) {
+#pragma omp parallel num_threads(num_threads)
+        in_team(n, body);
+    } else {
+        for (long i = 0; i < n; i++) body(i);
+    }
+}
+
+template <class T>
+static void rms_norm_row(T* x, T* residual, const T* weight, T* out, long n, float eps) {
+    f32v squares = {};
+    for (long i = 0; i < n; i += LANES) {
+        f32v v = load(x + i, n - i);
+        if (residual) {
+            v = round_to<T>(v + load(residual + i, n - i));
+            store(residual + i, v, n - i);
+        }
+        squares = fma(v, v, squares);
+    }
+    f32v scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / n + eps));
+    const T* from = residual ? residual : x;
+    for (long i = 0; i < n; i += LANES)
+        store(out + i, load(weight + i, n - i) * round_to<T>(load(from + i, n - i) * scale), n - i);
+}
+
+struct RopeArgs {  // mirrored by native_args.RopeArgs
+    void *qkv, *key_cache, *value_cache;
+    const void *cos_sin, *query_norm, *key_norm;
+    const int64_t *positions, *slot_mapping;
+    int64_t key_stride, value_stride;  // elements between two blocks of a cache
+    int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+    int32_t num_threads;
+    float eps;
+};
+
+// Rotate the halves of one head: x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin, each step rounded to T.
+template <class T>
+static void rotate(T* x, const T* cos_sin, int half) {
+    for (int i = 0; i < half; i += LANES) {
+        long n = half - i;
+        f32v a = load(x + i, n), b = load(x + half + i, n);
+        f32v c = load(cos_sin + i, n), s = load(cos_sin + half + i, n);
+        store(x + i, round_to<T>(a * c) - round_to<T>(b * s), n);
+        store(x + half + i, round_to<T>(b * c) + round_to<T>(a * s), n);
+    }
+}
+
+template <class T>
+static void rope_token(const RopeArgs& a, long t) {
+    long dim = a.head_dim, heads = a.num_heads, kv_heads = a.num_kv_heads;
+    T* token = (T*)a.qkv + t * (heads + 2 * kv_heads) * dim;
+    const T* cos_sin = (const T*)a.cos_sin + a.positions[t] * a.rotary_dim;
+    long block = a.slot_mapping[t] / a.block_size, offset = a.slot_mapping[t] % a.block_size;
+    for (long h = 0; h < heads + kv_heads; h++) {
+        T* x = token + h * dim;
+        const T* weight = (const T*)(h < heads ? a.query_norm : a.key_norm);
+        if (weight) rms_norm_row<T>(x, nullptr, weight, x, dim, a.eps);
+        rotate(x, cos_sin, a.rotary_dim / 2);
+    }
+    for (long h = 0; h < kv_heads; h++) {
+        const long at = (h * a.block_size + offset) * dim;
+        memcpy((T*)a.key_cache + block * a.key_stride + at, token + (heads + h) * dim, dim * sizeof(T));
+        memcpy((T*)a.value_cache + block * a.value_stride + at, token + (heads + kv_heads + h) * dim, dim * sizeof(T));
+    }
+}
+
+template <class T>
+static void silu_and_mul_part(const T* gate_up, T* out, long inter, long begin, long end) {
+    for (long i = begin; i < end; i += LANES) {
+        f32v gate = load(gate_up + i, end - i), up = load(gate_up + inter + i, end - i);
+        f32v silu = round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate)));
+        store(out + i, silu * up, end - i);
+    }
+}
+
+// Part i of the output, PART elements long, of which a row has parts(inter).
+constexpr long PART = 1024;
+static inline long parts(long inter) { return (inter + PART - 1) / PART; }
+
+template <class T>
+static void silu_and_mul(const T* gate_up, T* out, long inter, long i) {
+    const long row = i / parts(inter), begin = i % parts(inter) * PART;
+    silu_and_mul_part(gate_up + row * 2 * inter, out + row * inter, inter, begin, begin + PART < inter ? begin + PART : inter);
+}
+
+// The lowest index of the largest value; NaN counts as none.
+template <class T>
+static long argmax(const T* x, long n) {
+    f32v tops = splat(-__builtin_inff());
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        f32v v = load(x + i);
+        tops = v > tops ? v : tops;
+    }
+    float top;
+    max_lanes<1>(&tops, &top);
+    for (; i < n; i++) {
+        float v = load(x + i, 1)[0];
+        top = v > top ? v : top;
+    }
+    for (i = 0; i < n; i += LANES) {
+        i32v hit = load(x + i, n - i) == splat(top);
+        for (long j = 0; j < LANES && i + j < n; j++)
+            if (hit[j]) return i + j;
+    }
+    return 0;
+}
