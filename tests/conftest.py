@@ -47,6 +47,7 @@ def server(target_dir: Path, tmp_path_factory: pytest.TempPathFactory):
         "target": str(target_dir),
         "drafters": "ngram,draft_model",
         "draft_model": str(target_dir),
+        "drafter_quantization": "none",  # so that its drafts are exactly its own tokens
         "max_context": 2048,
     }
     options = ServerOptions(*free_ports(3), config=config, run_dir=tmp_path_factory.mktemp("server"))
