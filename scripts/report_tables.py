@@ -149,7 +149,9 @@ def cost(results: Results, price_per_hour: float | None) -> TableData | None:
     for tier in results.tiers:
         cells = [results.cells.get((series, tier)) for series in results.series]
         costs = [cost_per_million(cell, price_per_hour) if cell else None for cell in cells]
-        rows.append((str(tier), *("" if value is None else f"{value:.3g}" for value in costs)))
+        rows.append(
+            (str(tier), *("" if value is None else f"{value:.{2 if value >= 1 else 3}f}" for value in costs))
+        )
     note = f"On a machine that costs {price_per_hour:g} an hour and is always so busy."
     return TableData("Cost per million output tokens", ("in flight", *results.series), tuple(rows), note)
 
@@ -164,7 +166,7 @@ def memory(results: Results) -> TableData | None:
         cells = results.of(series)
         peaks = [_peak(cells, name) for name in processes]
         together = max((sum((cell.memory_mb or {}).values()) for cell in cells), default=0.0)
-        rows.append((series, *(number(peak) for peak in peaks), number(together or None)))
+        rows.append((series, *("" if one is None else f"{one:,.0f}" for one in (*peaks, together or None))))
     note = "Peak of each process in MB over all concurrencies; the sum is that of the largest cell."
     return TableData("Memory", ("mode", *processes, "sum"), tuple(rows), note)
 

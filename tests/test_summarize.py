@@ -280,12 +280,12 @@ def test_the_published_drafter_is_found_by_the_modes_name(mode, name):
 def test_cost_is_the_price_of_the_time_for_a_million_tokens(collect):
     # 100 tokens/s are 360,000 an hour
     row = table(collect(pair(4, (2.0, 2.0))), "Cost per million output tokens", price=0.9)[0]
-    assert row == {"in flight": "4", "ar": "2.5", "dfly": "1.25"}
+    assert row == {"in flight": "4", "ar": "2.50", "dfly": "1.25"}
 
 
 def test_the_price_in_the_settings_counts_where_none_is_given(collect):
     rows = table(collect([cell(settings={"price_per_hour": 0.72})]), "Cost per million output tokens")
-    assert rows == [{"in flight": "4", "ar": "2"}]
+    assert rows == [{"in flight": "4", "ar": "2.00"}]
 
 
 def test_memory_is_the_peak_of_each_process_over_all_concurrencies(collect):
@@ -294,7 +294,7 @@ def test_memory_is_the_peak_of_each_process_over_all_concurrencies(collect):
         cell(concurrency=8, memory_mb={"target": 620.5}),
     ]
     rows = table(collect(lines), "Memory")
-    assert rows == [{"mode": "ar", "target": "620", "angelspec": "90.0", "sum": "620"}]
+    assert rows == [{"mode": "ar", "target": "620", "angelspec": "90", "sum": "620"}]
 
 
 def test_tables_are_markdown_of_full_width(report):
