@@ -42,7 +42,7 @@ def triton_paged_attention(
 ) -> Tensor:
     """``attention.paged_attention`` on a GPU.  Launches kernels only: nothing waits for the device.
 
-    query: [num_tokens, num_heads, key_dim], last dimension dense; key_cache, value_cache: dense.
+    query: [num_tokens, num_heads, key_dim], last dimension dense.
     Returns: [num_tokens, num_heads, value_dim], dense; tokens of no row get zeros.
     """
     num_tokens, num_heads, key_dim = query.shape
@@ -50,6 +50,7 @@ def triton_paged_attention(
     _, num_kv_heads, block_size, value_dim = value_cache.shape
     if query.stride(2) != 1:
         query = query.contiguous()
+    key_cache, value_cache = key_cache.contiguous(), value_cache.contiguous()  # as they are on a GPU
     out = query.new_zeros(num_tokens, num_heads, value_dim)
     if not num_rows:
         return out
