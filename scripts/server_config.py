@@ -22,7 +22,7 @@ from prepare_target import DEFAULT_TARGET, prepare_default_target
 
 BUNDLED = Path(__file__).resolve().parent.parent / "model_repository" / "drafter" / "weights"
 """Drafters trained for the default target, a folder for each kind."""
-DEFAULT_DRAFTER = "dfly"
+DEFAULT_DRAFTER = "mtp"
 """Of the bundled ones."""
 
 

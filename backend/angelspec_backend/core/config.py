@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
 
     # Defaults of a request
     drafter: str = Field("ngram", description="drafter of requests that name none; 'none' is plain decoding")
-    num_draft_tokens: int = Field(4, ge=0, le=32, description="longest draft of requests that set none")
+    num_draft_tokens: int = Field(7, ge=0, le=32, description="longest draft of requests that set none")
     adaptive_drafts: bool = Field(True, description="shorten drafts that cost more time than they save")
     max_tokens: int = Field(256, ge=1, description="output limit of requests that set none")
 

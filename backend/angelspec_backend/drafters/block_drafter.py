@@ -34,6 +34,7 @@ class BlockDrafter(NetworkDrafter[BlockNetwork]):
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
         hidden_states: NDArray[np.uint8],
+        confident: bool = True,
     ) -> Drafts:
         """See ``NetworkDrafter.draft``.  A row without room for a whole block behind its anchor gets none."""
         table = pad_block_table(block_table, rows["num_blocks"])
@@ -53,7 +54,7 @@ class BlockDrafter(NetworkDrafter[BlockNetwork]):
             tokens, confidence = self.network.draft(
                 hidden,
                 anchor_ids,
-                _Choice(self.network, rows[chosen], anchors[chosen]),
+                _Choice(self.network, rows[chosen], anchors[chosen], confident),
                 torch.from_numpy(wanted[chosen]).to(self.device),
             )
             drafts.token_ids[chosen] = tokens.cpu().numpy()
@@ -114,13 +115,15 @@ class BlockDrafter(NetworkDrafter[BlockNetwork]):
 class _Choice:
     """Chooses tokens with the parameters and the noise of their rows; see ``Choose``."""
 
-    def __init__(self, network: BlockNetwork, rows: NDArray[np.void], anchors: NDArray[np.int64]) -> None:
-        """rows: [n] of ROW; anchors: [n] their positions"""
-        self._vocab = network.vocab
+    def __init__(
+        self, network: BlockNetwork, rows: NDArray[np.void], anchors: NDArray[np.int64], confident: bool
+    ) -> None:
+        """rows: [n] of ROW; anchors: [n] their positions; confident: see ``choose_tokens``"""
+        self._vocab, self._confident = network.vocab, confident
         self._rows = SamplingRows.from_rows(rows, np.ones(len(rows), np.int64), anchors + 1)
 
     def __call__(self, logits: Tensor, block: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
         """logits: [m, draft_vocab]; block: [m]; index: [m] or one for all -> [m] twice"""
         rows = self._rows[block.cpu().numpy()]
         rows.position[:] += index if isinstance(index, int) else index.cpu().numpy()
-        return choose_tokens(logits, rows, self._vocab)
+        return choose_tokens(logits, rows, self._vocab, self._confident)

@@ -34,6 +34,7 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
         hidden_states: NDArray[np.uint8],
+        confident: bool = True,
     ) -> Drafts:
         """See ``NetworkDrafter.draft``."""
         newest = rows["num_fed"].astype(np.int64) + rows["num_feed"]  # [num_rows] position of the anchor
@@ -52,7 +53,7 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
             active, more = wanted > step, wanted > step + 1
             ones = np.ones(np.count_nonzero(active), np.int64)
             params = SamplingRows.from_rows(rows[active], ones, newest[active] + 1 + step)
-            tokens, confidence = choose_tokens(network.logits(state.output), params, network.vocab)
+            tokens, confidence = choose_tokens(network.logits(state.output), params, network.vocab, confident)
             drafts.token_ids[active, step] = tokens.cpu().numpy()
             drafts.confidence[active, step] = confidence.cpu().numpy()
             if more.any():

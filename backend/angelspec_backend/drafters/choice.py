@@ -11,6 +11,7 @@ from torch import Tensor
 
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.draft_vocab import DraftVocab
+from angelspec_backend.engine import native
 from angelspec_backend.engine.sampler import SamplingRows, sample
 
 
@@ -34,14 +35,17 @@ class Drafts:
         return DraftOutput(self.token_ids[inside], self.lens)
 
 
-def choose_tokens(logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None) -> tuple[Tensor, Tensor]:
+def choose_tokens(
+    logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None, confident: bool = True
+) -> tuple[Tensor, Tensor]:
     """The next draft of some rows, with the target's noise, so that the two agree more often.
 
-    logits: [n, draft vocabulary]; rows: [n] how the target samples there; vocab: None for the target's.
+    logits: [n, draft vocabulary]; rows: [n] how the target samples there; vocab: None for the target's;
+    confident: whether probabilities are wanted, which take longer than the rest.
     Returns token ids of the target [n] and the probabilities that the drafter itself gives them, in fp32 [n].
     """
-    top, chosen = logits.max(-1)
-    picked = top
+    fast = native.supports(logits.dtype, logits.device)
+    chosen = native.argmax(logits).long() if fast else logits.argmax(-1)
     sampling = np.flatnonzero(rows.temperature > 0)
     if len(sampling):
         index = torch.from_numpy(sampling).to(logits.device)
@@ -49,9 +53,10 @@ def choose_tokens(logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None) 
         tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
         sampled = torch.from_numpy(tokens).long().to(logits.device)
         chosen[index] = sampled if vocab is None else vocab.draft_ids[sampled]
-        picked = logits.gather(1, chosen[:, None])[:, 0]
+    token_ids = chosen if vocab is None else vocab.target_ids[chosen]
+    if not confident:
+        return token_ids, torch.zeros(len(logits), device=logits.device)
     # By hand: on a CPU logsumexp takes ten times as long.
-    wide = logits.float()
-    total = (wide - top.float()[:, None]).exp_().sum(-1)
-    confidence = (picked.float() - top.float()).exp() / total
-    return (chosen if vocab is None else vocab.target_ids[chosen]), confidence
+    wide, top = logits.float(), logits.amax(-1, keepdim=True).float()
+    picked = wide.gather(1, chosen[:, None])
+    return token_ids, ((picked - top).exp() / (wide - top).exp_().sum(-1, keepdim=True))[:, 0]

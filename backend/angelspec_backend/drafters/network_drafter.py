@@ -73,7 +73,7 @@ class NetworkDrafter(ABC, Generic[Network]):
         hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
-        return self.draft(rows, feed_token_ids, block_table, hidden_states).output()
+        return self.draft(rows, feed_token_ids, block_table, hidden_states, confident=False).output()
 
     @abstractmethod
     def draft(
@@ -82,11 +82,13 @@ class NetworkDrafter(ABC, Generic[Network]):
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
         hidden_states: NDArray[np.uint8],
+        confident: bool = True,
     ) -> Drafts:
         """Take the fed positions in, then draft for all rows that want drafts.
 
         rows: [num_rows] of ROW; feed_token_ids: [sum(num_feed)] the tokens behind the fed positions;
-        block_table: [sum(num_blocks)]; hidden_states: the bytes of [sum(num_feed), num_taps, target_hidden].
+        block_table: [sum(num_blocks)]; hidden_states: the bytes of [sum(num_feed), num_taps, target_hidden];
+        confident: whether confidences are wanted, which the loop does not.
         """
 
     @staticmethod
