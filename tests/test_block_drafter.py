@@ -181,6 +181,8 @@ def test_drafts_use_the_noise_of_their_positions_and_a_draft_vocabulary_changes_
     np.testing.assert_array_equal(tokens.numpy(), sample(vocab.spread(logits), params))
     wanted = logits.softmax(-1).gather(1, vocab.draft_ids[tokens][:, None])[:, 0]
     torch.testing.assert_close(confidence, wanted)
+    unsure, _ = choose_tokens(logits, params, vocab, confident=False)
+    np.testing.assert_array_equal(unsure.numpy(), tokens.numpy())
     plain, _ = choose_tokens(vocab.spread(logits), params, None)
     np.testing.assert_array_equal(plain.numpy(), tokens.numpy())
 

@@ -63,6 +63,14 @@ def test_a_row_whose_end_is_known_gets_what_followed_it_and_does_not_run_the_net
     assert sequences.network.num_asked == 1
 
 
+def test_the_network_is_asked_for_no_more_than_it_was_trained_for():
+    sequences = Sequences()
+    sequences.drafter = LookupDrafter(sequences.network, MAX_N, NUM_BLOCKS, BLOCK_SIZE, most=2)
+    repeating, new = [0, 1, 2, 3, 4, 1, 2], [0, 1, 2, 3, 4, 5, 6]
+    drafts = sequences.step((0, 0, repeating, [1, 2], 3), (1, 0, new, [3, 4], 3))
+    assert drafts == [[3, 4, 1], [WRONG, WRONG]]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_are_those_of_a_search_through_the_text_whoever_had_the_slot_and_the_blocks(seed):
     """Sequences come, go on, and go; some begin with blocks that others have filled."""
