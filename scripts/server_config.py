@@ -22,8 +22,6 @@ from prepare_target import DEFAULT_TARGET, prepare_default_target
 
 BUNDLED = Path(__file__).resolve().parent.parent / "model_repository" / "drafter" / "weights"
 """Drafters trained for the default target, a folder for each kind."""
-DEFAULT_DRAFTER = "mtp"
-"""Of the bundled ones."""
 
 
 def build_config(path: str, target: str, drafter: str) -> tuple[dict[str, Any], EngineConfig]:
@@ -72,7 +70,6 @@ def merge_config(user: Mapping[str, Any], target: str, drafter: str) -> dict[str
     bundled = bundled_drafters(str(options.get("target", "")))
     if bundled and "drafters" not in options:
         options["drafters"] = ",".join(["ngram", *bundled])
-        options.setdefault("drafter", DEFAULT_DRAFTER)
     if drafter:
         is_model = "/" in drafter or Path(drafter).is_dir()
         name = _kind(drafter) if is_model else drafter

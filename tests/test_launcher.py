@@ -129,7 +129,7 @@ def test_the_default_target_brings_the_drafters_trained_for_it(tmp_path, monkeyp
         make_model(tmp_path / "weights" / kind)
     make_model(tmp_path / "weights" / "notes")  # no drafter's name
     paths = {kind: str(tmp_path / "weights" / kind) for kind in ("dfly", "mtp")}
-    everything = {**paths, "drafters": "ngram,dfly,mtp", "drafter": "mtp"}
+    everything = {**paths, "drafters": "ngram,dfly,mtp"}
     assert merge_config({}, "", "") == everything
     assert merge_config({}, "", "ngram") == {**everything, "drafter": "ngram"}
     assert merge_config({"drafter": "none"}, "", "dfly") == {**everything, "drafter": "dfly"}
