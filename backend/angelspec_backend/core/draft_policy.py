@@ -126,18 +126,19 @@ class DraftPolicy:
         return self._probe(chosen, choices, options)
 
     def _best(self, option: Option) -> Choice:
+        """The draft lengths by which a way takes least time per token; every row decodes one token anyway."""
         right, found, limits = option.right, option.found, option.limits
-        num_rows, longest = len(limits), int(limits.max(initial=0))
+        num_rows, longest = len(limits), int(limits.max(initial=1))
         # Steps per token for each draft length, [num_rows, longest + 1], and what each draft token saves.
         gained = np.cumsum(right[:, None] ** np.arange(longest + 1), axis=1) - 1  # tokens, if found
         savings = -np.diff(1 / (1 + found[:, None] * gained), axis=1)
         savings[np.arange(longest) >= limits[:, None]] = -1.0
         order = np.argsort(-savings, axis=None, kind="stable")[: int(limits.sum())]
         mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings.flat[order])]) / num_rows
-        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // max(longest, 1)])])
+        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(found[order // longest])])
         times = mean_steps * self._seconds(option.way, num_tokens)
         best = int(np.argmin(times))
-        lengths = np.bincount(order[:best] // max(longest, 1), minlength=num_rows)
+        lengths = np.bincount(order[:best] // longest, minlength=num_rows)
         return Choice(option.way, lengths, float(times[best]))
 
     def _probe(self, chosen: Choice, choices: Sequence[Choice], options: Sequence[Option]) -> Choice:
