@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
-from benchmark_options import counts, names
+from benchmark_options import counts, names, run_command
 from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
 from load import DEFAULT_SERVERS, Request, Window, connect, run_window, warm_up
 from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
@@ -161,14 +161,8 @@ async def run(plan: Plan) -> None:
 
 def main() -> int:
     """Returns the exit status."""
-    try:
-        asyncio.run(run(read_plan(sys.argv[1:])))
-    except (AngelSpecError, PromptError) as error:
-        CONSOLE.print(f"benchmark: {error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    plan = read_plan(sys.argv[1:])
+    return run_command("benchmark", lambda: asyncio.run(run(plan)), AngelSpecError, PromptError)
 
 
 if __name__ == "__main__":

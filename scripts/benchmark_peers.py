@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from benchmark_options import run_command
 from benchmark_report import describe_machine, to_line
 from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from peers_options import Plan, read_plan
@@ -150,15 +151,12 @@ def main() -> int:
     plan = read_plan(sys.argv[1:], __doc__ or "")
     # SIGTERM ends it like Ctrl-C: what is frozen has to be woken, what was started to be stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+
+    def work() -> None:
         keep = bool if plan.tokenizer is None else fits(plan.tokenizer, plan.max_prompt_tokens)
         asyncio.run(run(plan, load_prompts(*plan.prompts, keep=keep)))
-    except (PeerError, PromptError) as error:
-        CONSOLE.print(f"benchmark_peers: {error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return run_command("benchmark_peers", work, PeerError, PromptError)
 
 
 if __name__ == "__main__":

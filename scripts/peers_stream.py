@@ -7,7 +7,6 @@ openai     ``POST /v1/chat/completions``, as llama.cpp's and vLLM's servers have
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from angelspec_client.sse import EventDecoder
 
 Clock = Callable[[], float]
 KINDS = ("angelspec", "openai")
@@ -52,27 +53,6 @@ class Reply:
     def tokens(self) -> int:
         """Output tokens; a server that does not count them is taken to send one with every event."""
         return len(self.text_times) if self.output_tokens is None else self.output_tokens
-
-
-class SseDecoder:
-    """Server-sent events out of pieces of any size (WHATWG HTML, section 9.2.6); only data counts."""
-
-    def __init__(self) -> None:
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._rest = ""
-        self._data: list[str] = []
-
-    def feed(self, piece: bytes) -> list[str]:
-        """The data of the events that this piece completes."""
-        events = []
-        *lines, self._rest = (self._rest + self._decode(piece)).split("\n")
-        for line in (line.rstrip("\r") for line in lines):
-            if line.startswith("data:"):
-                self._data.append(line.removeprefix("data:").removeprefix(" "))
-            elif not line and self._data:
-                events.append("\n".join(self._data))
-                self._data = []
-        return events
 
 
 def request_body(kind: str, model: str, task: Task) -> dict[str, Any]:
@@ -149,7 +129,7 @@ async def read_stream(
     Raises:
         StreamError: an event is an error, or the stream ended early or otherwise than asked for.
     """
-    decoder = SseDecoder()
+    decoder = EventDecoder()
     async for piece in pieces:
         now = clock()
         for data in decoder.feed(piece):

@@ -24,6 +24,7 @@ from rich.console import Console
 import tool_aiperf
 import tool_perf_analyzer
 from angelspec_client import AngelSpecError
+from benchmark_options import run_command
 from benchmark_report import AR, to_line
 from experiment_server import Subject, describe_subject
 from load import Request, Sender, connect, run_window, warm_up
@@ -131,14 +132,8 @@ async def run(plan: Plan) -> None:
 def main() -> int:
     """Returns the exit status."""
     plan = read_plan(sys.argv[1:], __doc__ or "")
-    try:
-        asyncio.run(run(plan))
-    except (AngelSpecError, CountersError, PromptError, ToolError) as error:
-        CONSOLE.print(f"run_standard_tools: {error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    errors = AngelSpecError, CountersError, PromptError, ToolError
+    return run_command("run_standard_tools", lambda: asyncio.run(run(plan)), *errors)
 
 
 if __name__ == "__main__":

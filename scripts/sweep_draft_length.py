@@ -28,6 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
+from benchmark_options import run_command
 from benchmark_report import AR, Answers, to_line
 from checks import CheckError, free_ports
 from experiment_server import Subject, describe_subject
@@ -177,14 +178,12 @@ def show(plan: Plan, cells: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     """Returns the exit status."""
     plan = read_plan(sys.argv[1:], __doc__ or "")
-    try:
+
+    def work() -> None:
         show(plan, asyncio.run(run(plan)) if plan.read is None else read_cells(plan.read))
-    except (AngelSpecError, CheckError, PrepareError, PromptError, ServerError, SweepError) as error:
-        CONSOLE.print(f"sweep_draft_length: {error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    errors = AngelSpecError, CheckError, PrepareError, PromptError, ServerError, SweepError
+    return run_command("sweep_draft_length", work, *errors)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ import peers_options
 import peers_report
 import peers_servers
 import peers_stream
+from angelspec_client.sse import EventDecoder
 from checks import free_ports
-from peers_stream import Reply, SseDecoder, StreamError, Task
+from peers_stream import Reply, StreamError, Task
 from serving import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,7 +201,7 @@ texts = st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_catego
 def test_events_survive_any_cutting_of_the_stream(events, newline, data):
     lines = [line for text in events for line in (": ping", f"data: {text}", "id: 1", "")]
     raw = "".join(line + newline for line in lines).encode()
-    decoder, found = SseDecoder(), []
+    decoder, found = EventDecoder(), []
     while raw:
         size = data.draw(st.integers(1, len(raw)))
         found += decoder.feed(raw[:size])
@@ -209,7 +210,7 @@ def test_events_survive_any_cutting_of_the_stream(events, newline, data):
 
 
 def test_data_lines_of_an_event_are_joined_and_a_cut_event_is_dropped():
-    assert SseDecoder().feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
+    assert EventDecoder().feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
 
 
 # Requests and options
