@@ -2,7 +2,7 @@
 
     python scripts/generate_data.py --out data/conversations.jsonl [--prompts FILE] [--num 20000]
 
-Answers are greedy and sampled in turns.  The same seed makes the same file, and a file that was not
+Answers are greedy or sampled.  The same seed makes the same file, and a file that was not
 finished is continued.  --prompts takes JSON lines of {"prompt": text}, {"messages": [...]} or
 {"conversations": [...]}; without it the target writes the user turns behind short openers.
 """
@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=384, help="of an answer")
     parser.add_argument("--max-length", type=int, default=1024, help="of a conversation, in tokens")
     parser.add_argument("--follow-up", type=float, default=0.25, help="share of conversations with two turns")
+    parser.add_argument("--greedy", type=float, default=0.5, help="share of conversations with greedy answers")
     parser.add_argument("--rows", type=int, default=64, help="conversations computed at a time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
@@ -83,6 +84,7 @@ def make(options: argparse.Namespace) -> None:
         max_tokens=options.max_tokens,
         max_length=options.max_length,
         follow_up=options.follow_up,
+        greedy=options.greedy,
     )
     excluded = excluded_prompts(options.exclude)
     source, prompts = "openers", []

@@ -34,7 +34,8 @@ class ConversationSettings:
     follow_up: float = 0.25  # probability of a second turn
     min_user_temperature: float = 0.7  # of a sampled user turn
     max_user_temperature: float = 1.0
-    min_temperature: float = 0.7  # of every second conversation; the others are greedy
+    greedy: float = 0.5  # share of conversations with greedy answers
+    min_temperature: float = 0.7  # of the others' answers
     max_temperature: float = 1.0
 
 
@@ -132,7 +133,8 @@ class _Record:
     ) -> None:
         self.index, self.chat, self.settings, self.rng, self.task = index, chat, settings, rng, task
         warm = rng.uniform(settings.min_temperature, settings.max_temperature)
-        self.temperature = 0.0 if index % 2 == 0 else round(warm, 3)
+        # spread evenly over the indices: with a half, every second one
+        self.temperature = 0.0 if index * settings.greedy % 1 < settings.greedy else round(warm, 3)
         self.messages: list[dict[str, str]] = []
         self.token_ids: list[int] = []
         self.spans: list[list[int]] = []  # [start, end) of the assistant turns, end tokens included
