@@ -61,7 +61,7 @@ class ScriptedCall:
         return outputs | ({} if self.script else self.usage), time.perf_counter()
 
     async def arrive(self):
-        pass
+        return ()
 
     def close(self):
         pass
