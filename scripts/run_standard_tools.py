@@ -3,11 +3,11 @@
     python scripts/run_standard_tools.py --concurrency 4,8,16,32,64 --aiperf peers/aiperf/bin/aiperf \\
         --tokenizer models/SmolLM2-135M-Instruct --out tools.jsonl
 
-Closed loop in every tool.  The tools take turns, window by window, so that a slow phase of the machine hits
-them alike: load (ours, gRPC), perf_analyzer (gRPC), load-http (ours, HTTP), aiperf (HTTP).  One JSON line
-per mode, tool and concurrency, a table of them, and every difference between what a tool says and what the
-server counted meanwhile.  loadtest/standard_tools.md says how the tools are installed and what their
-figures mean.
+Closed loop in every tool.  The tools take turns, window by window, there and back, so that a slow phase of
+the machine hits them alike: load (ours, gRPC), perf_analyzer (gRPC), load-http (ours, HTTP), aiperf
+(HTTP).  One JSON line per mode, tool and concurrency, a table of them, and every difference between what a
+tool says and what the server counted meanwhile.  loadtest/standard_tools.md says how the tools are
+installed and what their figures mean.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[s
             numbers = range(index * size, (index + 1) * size)
             for mode in plan.modes:
                 requests = make_requests(plan, prompts, mode, numbers)
-                for tool in plan.tools:
+                for tool in plan.tools[:: -1 if index % 2 else 1]:
                     await warm_up(senders["load"], requests, concurrency)
                     before = await asyncio.to_thread(read_counters, plan.metrics)
                     measured = await run_once(plan, senders, tool, requests, concurrency)

@@ -6,8 +6,8 @@
 Length 0 is plain decoding, auto the server's own choice for each step, of at most the longest length asked
 for.  Two servers are started for it, without a prefix cache, since prompts repeat: one whose drafts are
 always as long as a request says (adaptive_drafts: false), and one for auto.  The lengths take turns window
-by window, so that a slow phase of the machine hits them alike, with the same prompts and seeds, and all
-answers are compared token for token.
+by window, there and back, so that a slow phase of the machine hits them alike, with the same prompts and
+seeds, and all answers are compared token for token.
 
 The best length of a concurrency has most tokens/s among those whose P99 of whole requests is within the
 limit: --max-p99-ms, or else --max-p99-ratio times that of plain decoding.  Lengths that raise tokens/s while
@@ -99,7 +99,7 @@ async def measure(
             await warm_up(sender, make_requests(plan, prompts, length, range(size)), concurrency)
         for index in range(plan.windows):
             numbers = range(index * size, (index + 1) * size)
-            for length, sender in senders.items():
+            for length, sender in list(senders.items())[:: -1 if index % 2 else 1]:
                 window = await run_window(sender, make_requests(plan, prompts, length, numbers), concurrency)
                 answers.compare(window)
                 windows[length].append(window)

@@ -145,8 +145,9 @@ def remarks(cell: Cell, plain: Cell | None, best: Cell | None, limit_ms: float |
         said.append(f"{cell['failed']} of {cell['requests']} failed")
     elif not within(cell, limit_ms):
         said.append("P99 over the limit")
-    costs = find_costs(cell, plain)
-    return said + [f"faster, but {name} {share:+.0%}" for name, share in costs.items()]
+    if costs := find_costs(cell, plain):
+        said.append(f"faster, but {', '.join(f'{name} {share:+.0%}' for name, share in costs.items())}")
+    return said
 
 
 def make_task_table(cells: Sequence[Cell]) -> Table:
