@@ -103,7 +103,8 @@ class Scheduler:
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
         # Where most sequences wait for their first token, as after a burst, the others wait for them.
-        if rows and len(decoding) >= len(prefilling) + len(self.waiting):
+        num_prompts = len(prefilling) + len(self.waiting)
+        if rows and len(decoding) >= num_prompts > 0:
             num_decoded = self.config.max_batch_tokens - self._budget
             self._budget = min(self._budget, self._prefill.limit(num_decoded))
         for seq in prefilling:
