@@ -126,7 +126,7 @@ class DrafterHost:
             return DraftOutput.empty(len(step.rows))
 
     def _check(self, step: StepInput, ranges: RowRanges) -> NDArray[np.int64]:
-        """Refuse a step that contradicts itself.  Returns the bytes of hidden states of each row, [num_rows]."""
+        """Refuse a step that contradicts itself.  Returns each row's bytes of hidden states, [num_rows]."""
         rows = step.rows
         for name, low, high in (
             ("slot", 0, self._behind.shape[1] - 1),
