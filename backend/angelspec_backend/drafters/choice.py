@@ -12,7 +12,7 @@ from torch import Tensor
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.draft_vocab import DraftVocab
 from angelspec_backend.engine import native
-from angelspec_backend.engine.sampler import SamplingRows, sample
+from angelspec_backend.engine.sampler import UNDECIDED, SamplingRows, sample, sample_natively
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def choose_tokens(
     sampling = np.flatnonzero(rows.temperature > 0)
     if len(sampling):
         index = torch.from_numpy(sampling).to(logits.device)
-        part = logits[index]
-        tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
+        tokens = _sample(logits[index], rows[sampling], vocab)
         sampled = torch.from_numpy(tokens).long().to(logits.device)
         chosen[index] = sampled if vocab is None else vocab.draft_ids[sampled]
     token_ids = chosen if vocab is None else vocab.target_ids[chosen]
@@ -60,3 +59,19 @@ def choose_tokens(
     wide, top = logits.float(), logits.amax(-1, keepdim=True).float()
     picked = wide.gather(1, chosen[:, None])
     return token_ids, ((picked - top).exp() / (wide - top).exp_().sum(-1, keepdim=True))[:, 0]
+
+
+def _sample(logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None) -> NDArray[np.int32]:
+    """Ids of the target, as if the tokens that cannot be drafted had logits of -inf.
+
+    logits: [n, draft vocabulary]; rows: [n].  Returns [n].
+    """
+    if vocab is None:
+        return sample(logits, rows)
+    if vocab.columns is None or not native.supports(logits.dtype, logits.device):
+        return sample(vocab.spread(logits), rows)
+    tokens = sample_natively(logits, rows, vocab.columns)
+    left = np.flatnonzero(tokens == UNDECIDED)
+    if len(left):
+        tokens[left] = sample(vocab.spread(logits[torch.from_numpy(left)]), rows[left])
+    return tokens

@@ -20,6 +20,7 @@ SOURCES = (
     "native_linear.h",
     "native_rows.h",
     "native_sampling.h",
+    "native_tails.h",
     "native_tile.h",
     "native_simd.h",
 )
