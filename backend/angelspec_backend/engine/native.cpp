@@ -31,6 +31,12 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
              [=](long i) { silu_and_mul(gate_up, out, inter, i); });
 }
 
+template <class T>
+static void find_likeliest(const T* x, long n, int32_t* out, float* probability) {
+    *out = argmax(x, n);
+    if (probability) *probability = probability_of(load(x + *out, 1)[0], x, n);
+}
+
 extern "C" {
 
 void angelspec_paged_attention(const AttentionArgs* args, int dtype) {
@@ -62,10 +68,14 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
         silu_and_mul_rows((const float*)gate_up, (float*)out, rows, inter, num_threads);
 }
 
-// logits: [rows, n] -> out: [rows]
-void angelspec_argmax(const void* logits, int32_t* out, long rows, long n, int num_threads, int dtype) {
+// logits: [rows, n] -> out: [rows] the likeliest, probability: [rows] of it, or null
+void angelspec_argmax(const void* logits, int32_t* out, float* probability, long rows, long n, int num_threads,
+                      int dtype) {
     for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
-        out[r] = dtype ? argmax((const bf16*)logits + r * n, n) : argmax((const float*)logits + r * n, n);
+        if (dtype)
+            find_likeliest((const bf16*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
+        else
+            find_likeliest((const float*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
     });
 }
 
