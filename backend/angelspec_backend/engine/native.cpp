@@ -5,6 +5,7 @@
 #include "native_attend.h"
 #include "native_layers.h"
 #include "native_linear.h"
+#include "native_program.h"
 #include "native_rows.h"
 #include "native_sampling.h"
 
@@ -29,12 +30,6 @@ template <class T>
 static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, int num_threads) {
     for_each(rows * parts(inter), rows * inter >= PARALLEL_SILU, num_threads,
              [=](long i) { silu_and_mul(gate_up, out, inter, i); });
-}
-
-template <class T>
-static void find_likeliest(const T* x, long n, int32_t* out, float* probability) {
-    *out = argmax(x, n);
-    if (probability) *probability = probability_of(load(x + *out, 1)[0], x, n);
 }
 
 extern "C" {
@@ -92,6 +87,15 @@ void angelspec_layers(const LayersArgs* args) {
     if (amx_allowed()) return run_layers<AmxTile>(*args);
 #endif
     run_layers<FmaTile<bf16>>(*args);
+#endif
+}
+
+void angelspec_run(const Op* ops, long count, int num_threads) {
+#if defined(ANGELSPEC_LINEAR)
+#if defined(__AMX_BF16__)
+    if (amx_allowed()) return run_program<AmxTile>(ops, count, num_threads);
+#endif
+    run_program<FmaTile<bf16>>(ops, count, num_threads);
 #endif
 }
 

@@ -24,6 +24,7 @@ from angelspec_backend.engine.native_args import (
     LayerArgs,
     LayersArgs,
     LinearArgs,
+    Op,
     RopeArgs,
 )
 from angelspec_backend.engine.native_build import NativeBuildError, build
@@ -124,6 +125,12 @@ def layers(args: LayersArgs) -> None:
     _library().angelspec_layers(args)
 
 
+def run(ops: ctypes.Array[Op], begin: int, end: int) -> None:
+    """The operations [begin, end), see ``program.Program``, which records them."""
+    first = ctypes.addressof(ops) + begin * ctypes.sizeof(Op)
+    _library().angelspec_run(first, end - begin, torch.get_num_threads())
+
+
 def find_heads(args: HeadArgs, dtype: torch.dtype) -> None:
     """See ``sampler.native_heads``, which fills in the arguments."""
     _library().angelspec_find_heads(args, _DTYPES[dtype])
@@ -169,6 +176,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "argmax": [_pointer, _pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
         "find_heads": [ctypes.POINTER(HeadArgs), _int],
+        "run": [_pointer, _long, _int],
         "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],
     }

@@ -17,6 +17,7 @@ SOURCES = (
     "native_fma.h",
     "native_layers.h",
     "native_linear.h",
+    "native_program.h",
     "native_rows.h",
     "native_sampling.h",
     "native_tile.h",

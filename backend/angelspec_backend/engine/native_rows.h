@@ -22,7 +22,7 @@ static void for_each(long n, bool parallel, int num_threads, Body body) {
 }
 
 template <class T>
-static void rms_norm_row(T* x, T* residual, const T* weight, T* out, long n, float eps) {
+static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long n, float eps) {
     f32v squares = {};
     for (long i = 0; i < n; i += LANES) {
         f32v v = load(x + i, n - i);
@@ -132,4 +132,10 @@ static float probability_of(float top, const T* x, long n) {
         sum = sum + exp(max(v - splat(top), splat(-1e4f)));  // max: of a NaN it takes the other
     }
     return 1 / sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T>
+static void find_likeliest(const T* x, long n, int32_t* out, float* probability) {
+    *out = argmax(x, n);
+    if (probability) *probability = probability_of(load(x + *out, 1)[0], x, n);
 }
