@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from angelspec_backend.drafters.blocks import BlockNetwork
-from angelspec_backend.drafters.choice import BlockChoice, Drafts
-from angelspec_backend.drafters.network_drafter import NetworkDrafter, room_for
+from angelspec_backend.drafters.choice import Choice, Drafts
+from angelspec_backend.drafters.network_drafter import NetworkDrafter
 from angelspec_backend.drafters.packed_block import pack_block_network, store_context
 from angelspec_backend.drafters.paged import PagedAttend
+from angelspec_backend.drafters.recorded import enlarged
 from angelspec_backend.drafters.recorded_block import RecordedBlocks, RecordedContext
 from angelspec_backend.engine.batch import PackedBatch, pad_block_table, ragged
 from angelspec_backend.engine.kv_pool import KVPool
@@ -48,15 +49,16 @@ class BlockSteps(Protocol):
 
     def draft(
         self,
+        rows: NDArray[np.void],
         anchor_ids: NDArray[np.int64],
-        anchors: NDArray[np.int64],
         table: NDArray[np.int32],
         wanted: NDArray[np.int64],
-        choice: BlockChoice,
+        confident: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The drafts of one block per row and their confidences, [n, max(wanted)] each.
 
-        anchor_ids, anchors (positions), wanted (drafts): [n]; table: [n, max_blocks].
+        rows: [n] of ROW; anchor_ids: [n] newest tokens; table: [n, max_blocks]; wanted: [n] drafts, at least
+        one of each; confident: see ``choose_tokens``.
         """
         ...
 
@@ -93,26 +95,29 @@ class BlockDrafter(NetworkDrafter[BlockNetwork]):
         chosen = np.flatnonzero(wanted)
         if len(chosen):
             last = np.cumsum(rows["num_feed"], dtype=np.int64)[chosen] - 1
-            choice = BlockChoice(self.network.vocab, rows[chosen], anchors[chosen], confident)
             drafts.token_ids[chosen], drafts.confidence[chosen] = self._block_steps(len(chosen)).draft(
-                feed_token_ids[last].astype(np.int64), anchors[chosen], table[chosen], wanted[chosen], choice
+                rows[chosen], feed_token_ids[last].astype(np.int64), table[chosen], wanted[chosen], confident
             )
         return drafts
 
     def _context_steps(self, num_tokens: int) -> ContextSteps:
         if not self.can_record:
             return BlockModules(self.network, self.pool, self._cos_sin)
-        if self._context is None or num_tokens > self._context.tokens.room:
-            room = room_for(num_tokens)
-            self._context = RecordedContext(self.network, self.pool, self._cos_sin, room)
+        rooms = (256,) if self._context is None else self._context.rooms
+        if self._context is None or rooms != enlarged(rooms, (num_tokens,)):
+            self._context = RecordedContext(
+                self.network, self.pool, self._cos_sin, *enlarged(rooms, (num_tokens,))
+            )
         return self._context
 
     def _block_steps(self, num_blocks: int) -> BlockSteps:
         if not self.can_record:
             return BlockModules(self.network, self.pool, self._cos_sin)
-        if self._blocks is None or num_blocks > self._blocks.blocks.room:
-            room = room_for(num_blocks)
-            self._blocks = RecordedBlocks(self.network, self.pool, self._cos_sin, room)
+        rooms = (16,) if self._blocks is None else self._blocks.rooms
+        if self._blocks is None or rooms != enlarged(rooms, (num_blocks,)):
+            self._blocks = RecordedBlocks(
+                self.network, self.pool, self._cos_sin, *enlarged(rooms, (num_blocks,))
+            )
         return self._blocks
 
 
@@ -137,14 +142,16 @@ class BlockModules:
 
     def draft(
         self,
+        rows: NDArray[np.void],
         anchor_ids: NDArray[np.int64],
-        anchors: NDArray[np.int64],
         table: NDArray[np.int32],
         wanted: NDArray[np.int64],
-        choice: BlockChoice,
+        confident: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """See ``BlockSteps``."""
         size, network = self._network.spec.block_size, self._network
+        anchors = rows["num_fed"].astype(np.int64) + rows["num_feed"]
+        choice = Choice(network.vocab, rows, anchors, confident)
         positions = (anchors[:, None] + np.arange(size)).reshape(-1)
         batch = self._batch(positions, np.repeat(table, size, 0), np.repeat(anchors + size - 1, size))
         attend = PagedAttend(self._pool, batch, self._cos_sin)

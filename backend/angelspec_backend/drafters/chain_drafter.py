@@ -16,38 +16,34 @@ from torch import Tensor
 
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.chain import ChainNetwork, ChainState
-from angelspec_backend.drafters.choice import Drafts, Likeliest, choose
-from angelspec_backend.drafters.network_drafter import NetworkDrafter, room_for
+from angelspec_backend.drafters.choice import Choice, Drafts
+from angelspec_backend.drafters.network_drafter import NetworkDrafter
 from angelspec_backend.drafters.packed import pack_network
 from angelspec_backend.drafters.paged import PagedAttend
+from angelspec_backend.drafters.recorded import enlarged
 from angelspec_backend.drafters.recorded_chain import RecordedChain
 from angelspec_backend.engine.batch import pack, pad_block_table
 from angelspec_backend.engine.kv_pool import KVPool
-from angelspec_backend.engine.sampler import SamplingRows
 
 
 class ChainSteps(Protocol):
-    """The steps of one draft."""
+    """What computes drafts."""
 
-    def feed(
+    def draft(
         self,
         rows: NDArray[np.void],
         token_ids: NDArray[np.int32],
         table: NDArray[np.int32],
         hidden_states: Tensor,
-        drafting: NDArray[np.int64],
-    ) -> Likeliest:
-        """Take the fed positions in: what may follow the last token of the rows ``drafting``.
+        wanted: NDArray[np.int64],
+        confident: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Take the fed positions in, then draft.
 
         rows: [n] of ROW, all fed; token_ids: [sum(num_feed)]; table: [n, max_blocks];
-        hidden_states: [sum(num_feed), num_taps, target_hidden].
-        """
-        ...
-
-    def go_on(self, token_ids: NDArray[np.int32], keep: NDArray[np.int64]) -> Likeliest:
-        """What may follow one more token.
-
-        keep: [n] indices of the rows that go on, among those of the step before; token_ids: [n] behind them.
+        hidden_states: [sum(num_feed), num_taps, target_hidden]; wanted: [n] drafts of each;
+        confident: see ``choose_tokens``.
+        Returns the drafts and their confidences, [n, max(wanted)] each.
         """
         ...
 
@@ -72,79 +68,63 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
         fed = rows["num_feed"] > 0
         wanted = np.where(fed, np.minimum(rows["num_draft_tokens"], self.max_context - 1 - newest), 0).clip(0)
         drafts = Drafts.empty(wanted)
-        if not fed.any():
-            return drafts
-        active = np.flatnonzero(wanted)
-        drafting = (np.cumsum(fed) - 1)[active]  # among the rows that are fed
-        steps = self._steps(len(feed_token_ids), int(fed.sum()), confident)
-        table = pad_block_table(block_table, rows["num_blocks"])[fed]
-        likeliest = steps.feed(rows[fed], feed_token_ids, table, self._received(hidden_states), drafting)
-        for step in range(drafts.token_ids.shape[1]):
-            params = None
-            if (rows["temperature"] > 0).any():
-                ones = np.ones(len(active), np.int64)
-                params = SamplingRows.from_rows(rows[active], ones, newest[active] + 1 + step)
-            tokens, confidence = choose(likeliest, params, self.network.vocab)
-            drafts.token_ids[active, step] = tokens.cpu().numpy()
-            drafts.confidence[active, step] = confidence.cpu().numpy()
-            keep = np.flatnonzero(wanted[active] > step + 1)
-            if len(keep):
-                active = active[keep]
-                likeliest = steps.go_on(drafts.token_ids[active, step], keep)
+        if fed.any():
+            table = pad_block_table(block_table, rows["num_blocks"])[fed]
+            steps = self._steps(len(feed_token_ids), len(table), drafts.token_ids.shape[1])
+            drafts.token_ids[fed], drafts.confidence[fed] = steps.draft(
+                rows[fed], feed_token_ids, table, self._received(hidden_states), wanted[fed], confident
+            )
         return drafts
 
-    def _steps(self, num_tokens: int, num_rows: int, confident: bool) -> ChainSteps:
-        """What computes a draft: one native call a step where that is possible, else module by module."""
-        network, pool = self.network, self.pool
+    def _steps(self, num_tokens: int, num_rows: int, num_drafts: int) -> ChainSteps:
+        """By a recorded program where that is possible, else module by module."""
         if not self.can_record:
-            return ChainModules(network, pool, self._cos_sin, confident)
-        recorded = self._recorded
-        if recorded is None or num_tokens > recorded.tokens.room or num_rows > recorded.rows.room:
-            rooms = room_for(num_tokens), room_for(num_rows)
-            recorded = self._recorded = RecordedChain(network, pool, self._cos_sin, *rooms)
-        return recorded
+            return ChainModules(self.network, self.pool, self._cos_sin)
+        needed = num_tokens, num_rows, num_drafts
+        rooms = (256, 64, 4) if self._recorded is None else self._recorded.rooms
+        if self._recorded is None or rooms != enlarged(rooms, needed):
+            self._recorded = RecordedChain(self.network, self.pool, self._cos_sin, *enlarged(rooms, needed))
+        return self._recorded
 
 
 class ChainModules:
     """``ChainSteps`` by the modules of the network."""
 
-    def __init__(self, network: ChainNetwork, pool: KVPool, cos_sin: Tensor, confident: bool) -> None:
-        self._network, self._pool, self._cos_sin, self._confident = network, pool, cos_sin, confident
+    def __init__(self, network: ChainNetwork, pool: KVPool, cos_sin: Tensor) -> None:
+        self._network, self._pool, self._cos_sin = network, pool, cos_sin
 
-    def feed(
+    def draft(
         self,
         rows: NDArray[np.void],
         token_ids: NDArray[np.int32],
         table: NDArray[np.int32],
         hidden_states: Tensor,
-        drafting: NDArray[np.int64],
-    ) -> Likeliest:
+        wanted: NDArray[np.int64],
+        confident: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """See ``ChainSteps``."""
+        network, shape = self._network, (len(rows), int(wanted.max()))
+        tokens, confidence = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        newest = rows["num_fed"].astype(np.int64) + rows["num_feed"]
+        choice = Choice(network.vocab, rows, newest, confident)
         batch = rows.copy()
-        batch["num_computed"], batch["num_tokens"], batch["num_blocks"] = (
-            rows["num_fed"],
-            rows["num_feed"],
-            table.shape[1],
-        )
-        batch["sample"] = 0
-        batch["sample"][drafting] = 1
-        self._state = self._step(batch, token_ids, table, self._network.features(hidden_states))
-        batch["num_computed"] += batch["num_tokens"]
-        batch["num_tokens"] = 1
-        self._rows, self._table = batch[drafting], table[drafting]
-        return self._likeliest()
-
-    def go_on(self, token_ids: NDArray[np.int32], keep: NDArray[np.int64]) -> Likeliest:
-        """See ``ChainSteps``."""
-        rows, self._table = self._rows[keep], self._table[keep]
-        hidden = self._state.hidden[torch.from_numpy(keep).to(self._state.hidden.device)]
-        self._state = self._step(rows, token_ids, self._table, hidden)
-        rows["num_computed"] += 1
-        self._rows = rows
-        return self._likeliest()
-
-    def _likeliest(self) -> Likeliest:
-        return Likeliest.of(self._network.logits(self._state.output), self._confident)
+        batch["num_computed"], batch["num_tokens"] = rows["num_fed"], rows["num_feed"]
+        batch["num_blocks"], batch["sample"] = table.shape[1], wanted > 0
+        state = self._step(batch, token_ids, table, network.features(hidden_states))
+        active = np.flatnonzero(wanted)
+        for step in range(shape[1]):
+            index = torch.from_numpy(active)
+            found = choice(network.logits(state.output), index, step)
+            tokens[active, step], confidence[active, step] = (each.cpu().numpy() for each in found)
+            keep = np.flatnonzero(wanted[active] > step + 1)
+            if len(keep):
+                active = active[keep]
+                batch["num_computed"], batch["num_tokens"] = newest + step, 1
+                hidden = state.hidden[torch.from_numpy(keep).to(state.hidden.device)]
+                state = self._step(
+                    batch[active], tokens[active, step].astype(np.int32), table[active], hidden
+                )
+        return tokens, confidence
 
     def _step(
         self,

@@ -40,20 +40,21 @@ class Likeliest(NamedTuple):
     """Rows of logits and what is likeliest in them."""
 
     logits: Tensor  # [n, draft vocabulary]
-    draft_ids: Tensor  # [n] int32 or int64
+    token_ids: Tensor  # [n] int64, of the target's vocabulary
     probability: Tensor  # [n] fp32
 
     @staticmethod
-    def of(logits: Tensor, confident: bool = True) -> Likeliest:
-        """Find it.  logits: [n, draft vocabulary]; confident: see ``choose_tokens``"""
+    def of(logits: Tensor, vocab: DraftVocab | None, confident: bool = True) -> Likeliest:
+        """Find it.  logits: [n, draft vocabulary]; vocab, confident: see ``choose_tokens``"""
         probability = logits.new_zeros(len(logits), dtype=torch.float32)
         if native.supports(logits.dtype, logits.device):
-            return Likeliest(logits, native.argmax(logits, probability), probability)
-        chosen = logits.argmax(-1)
-        if confident:
-            top = logits.gather(1, chosen[:, None]).float()
-            probability = 1 / (logits.float() - top).exp_().sum(-1)
-        return Likeliest(logits, chosen, probability)
+            chosen = native.argmax(logits, probability).long()
+        else:
+            chosen = logits.argmax(-1)
+            if confident:
+                top = logits.gather(1, chosen[:, None]).float()
+                probability = 1 / (logits.float() - top).exp_().sum(-1)
+        return Likeliest(logits, chosen if vocab is None else vocab.target_ids[chosen], probability)
 
 
 def choose_tokens(
@@ -65,30 +66,28 @@ def choose_tokens(
     confident: whether probabilities are wanted, which take long on a GPU.
     Returns token ids of the target [n] and the probabilities that the drafter itself gives them, in fp32 [n].
     """
-    return choose(Likeliest.of(logits, confident), rows, vocab)
+    return choose(Likeliest.of(logits, vocab, confident), rows, vocab)
 
 
-def choose(
-    likeliest: Likeliest, rows: SamplingRows | None, vocab: DraftVocab | None
-) -> tuple[Tensor, Tensor]:
-    """``choose_tokens`` where the likeliest tokens are known.  rows: None if all are greedy."""
-    logits, draft_ids, probability = likeliest
-    sampling = np.zeros(0, np.int64) if rows is None else np.flatnonzero(rows.temperature > 0)
-    if rows is not None and len(sampling):
-        index = torch.from_numpy(sampling).to(logits.device)
-        part = logits[index]
-        tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
-        sampled = torch.from_numpy(tokens).long().to(logits.device)
-        sampled = sampled if vocab is None else vocab.draft_ids[sampled]
-        pair = part.gather(1, torch.stack([sampled, draft_ids[index].long()], 1)).float()
-        draft_ids, probability = draft_ids.long(), probability.clone()
-        draft_ids[index] = sampled
-        probability[index] *= (pair[:, 0] - pair[:, 1]).exp()
-    return draft_ids.long() if vocab is None else vocab.target_ids[draft_ids], probability
+def choose(likeliest: Likeliest, rows: SamplingRows, vocab: DraftVocab | None) -> tuple[Tensor, Tensor]:
+    """``choose_tokens`` where the likeliest tokens are known."""
+    logits, token_ids, probability = likeliest
+    sampling = np.flatnonzero(rows.temperature > 0)
+    if not len(sampling):
+        return token_ids, probability
+    index = torch.from_numpy(sampling).to(logits.device)
+    part, token_ids, probability = logits[index], token_ids.clone(), probability.clone()
+    tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
+    sampled = torch.from_numpy(tokens).long().to(logits.device)
+    both = torch.stack([sampled, token_ids[index]], 1)
+    pair = part.gather(1, both if vocab is None else vocab.draft_ids[both]).float()
+    probability[index] *= (pair[:, 0] - pair[:, 1]).exp()
+    token_ids[index] = sampled
+    return token_ids, probability
 
 
-class BlockChoice:
-    """Chooses the tokens of blocks with the parameters and the noise of their rows."""
+class Choice:
+    """Chooses the draft tokens of some rows, with the parameters and the noise of their positions."""
 
     def __init__(
         self,
@@ -97,24 +96,25 @@ class BlockChoice:
         anchors: NDArray[np.int64],
         confident: bool,
     ) -> None:
-        """rows: [num_blocks] of ROW; anchors: [num_blocks] their positions; vocab, confident: see
-        ``choose_tokens``"""
-        self._vocab, self._confident = vocab, confident
+        """rows: [n] of ROW; anchors: [n] their positions; vocab, confident: see ``choose_tokens``"""
+        self.vocab, self._confident = vocab, confident
+        self.greedy = not (rows["temperature"] > 0).any()  # in all rows
+        self.min_chance = np.zeros(len(rows), np.float32)  # a draft ends where its probability falls below
         self._rows: SamplingRows | None = None
-        if (rows["temperature"] > 0).any():
+        if not self.greedy:
             self._rows = SamplingRows.from_rows(rows, np.ones(len(rows), np.int64), anchors + 1)
 
-    def __call__(self, logits: Tensor, block: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, row: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
         """See ``blocks.Choose``."""
         where = index if isinstance(index, int) else index.cpu().numpy()
-        return self.among(Likeliest.of(logits, self._confident), block.cpu().numpy(), where)
+        return self.among(Likeliest.of(logits, self.vocab, self._confident), row.cpu().numpy(), where)
 
     def among(
-        self, likeliest: Likeliest, block: NDArray[np.int64], index: NDArray[np.int64] | int
+        self, likeliest: Likeliest, row: NDArray[np.int64], index: NDArray[np.int64] | int
     ) -> tuple[Tensor, Tensor]:
         """The same where the likeliest tokens are known."""
-        rows = None
-        if self._rows is not None:
-            rows = self._rows[block]
-            rows.position[:] += index
-        return choose(likeliest, rows, self._vocab)
+        if self._rows is None:
+            return likeliest.token_ids, likeliest.probability
+        rows = self._rows[row]
+        rows.position[:] += index
+        return choose(likeliest, rows, self.vocab)

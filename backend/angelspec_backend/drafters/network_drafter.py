@@ -104,8 +104,3 @@ class NetworkDrafter(ABC, Generic[Network]):
         flat = torch.from_numpy(hidden_states if hidden_states.flags.writeable else hidden_states.copy())
         shape = (-1, len(spec.tap_ids), spec.target_hidden)
         return flat.view(self.dtype).view(shape).to(self.device)
-
-
-def room_for(count: int) -> int:
-    """How many rows to make room for where there are so many: they will not often be more."""
-    return max(64, 1 << (count - 1).bit_length())

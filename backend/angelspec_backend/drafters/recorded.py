@@ -51,18 +51,25 @@ class Tokens(Rows):
 class Queries(Rows):
     """Rows of attention: each has some queries side by side, which all see the same positions."""
 
-    def __init__(self, room: int) -> None:
-        super().__init__(room)
-        self.starts = np.zeros(room + 1, np.int32)  # prefix sums of their numbers
-        self.seen = self.numbers(np.int32)  # the last position that is seen
+    def __init__(self, room: int, same: Rows | None = None, per_row: int = 1) -> None:
+        """per_row: queries of each, unless ``ask`` says otherwise."""
+        super().__init__(room, same)
+        self._starts = (per_row * np.arange(room + 1)).astype(np.int32)  # prefix sums of their numbers
+        self._seen = self.numbers(np.int32)  # the last position that is seen
         self._args: list[native.AttentionArgs] = []
         self._table = np.zeros((1, 1), np.int32)
 
-    def ask(self, lens: NDArray[np.integer], seen: NDArray[np.integer], table: NDArray[np.int32]) -> None:
-        """Set them.  lens: [n] queries of each; seen: [n]; table: [n, max_blocks]"""
-        self.count = n = len(lens)
-        np.cumsum(lens, out=self.starts[1 : n + 1])
-        self.seen[:n] = seen
+    def ask(
+        self,
+        seen: NDArray[np.integer],
+        table: NDArray[np.int32],
+        lens: NDArray[np.integer] | None = None,
+    ) -> None:
+        """Set how many there are and what they see.  seen, lens: [n]; table: [n, max_blocks]"""
+        self.count = n = len(seen)
+        self._seen[:n] = seen
+        if lens is not None:
+            np.cumsum(lens, out=self._starts[1 : n + 1])
         self._table = np.ascontiguousarray(table)
         for args in self._args:
             args.block_table, args.max_blocks = self._table.ctypes.data, table.shape[1]
@@ -72,7 +79,7 @@ class Queries(Rows):
     ) -> Tensor:
         """Record attention.  query: [num_queries, at least num_heads * head_dim] -> [num_queries, ...]"""
         heads, dim = attention.num_heads, attention.head_dim
-        starts, seen, table = (torch.from_numpy(each) for each in (self.starts, self.seen, self._table))
+        starts, seen, table = (torch.from_numpy(each) for each in (self._starts, self._seen, self._table))
         batch = PackedBatch(query, query, query, starts, seen, table, query)
         args = attention_args(batch, heads, pool.keys[layer], pool.values[layer], dim**-0.5)
         out = torch.empty(len(query), heads * dim, dtype=torch.bfloat16)
@@ -143,3 +150,11 @@ def can_record(network: nn.Module, dtype: torch.dtype, head_dim: int) -> bool:
         if isinstance(module, PackedLinear) and not supports(module):
             return False
     return True
+
+
+def enlarged(rooms: tuple[int, ...], needed: tuple[int, ...]) -> tuple[int, ...]:
+    """Rooms that are large enough; powers of two, so that they do not grow often."""
+    return tuple(
+        room if need <= room else 1 << (need - 1).bit_length()
+        for room, need in zip(rooms, needed, strict=True)
+    )

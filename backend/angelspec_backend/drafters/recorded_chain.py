@@ -1,4 +1,4 @@
-"""MTP and EAGLE-3 in serving as recorded programs: a step is one native call.
+"""MTP and EAGLE-3 in serving as recorded programs.
 
 Of a layer's output only the last token of each row that drafts is read, so the tokens that are fed otherwise
 only leave their keys and values behind.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from angelspec_backend.drafters.chain import ChainNetwork
-from angelspec_backend.drafters.choice import Likeliest
+from angelspec_backend.drafters.choice import Choice
 from angelspec_backend.drafters.eagle3 import Eagle3
 from angelspec_backend.drafters.mtp import MTP
 from angelspec_backend.drafters.packed import PackedAttention
@@ -25,6 +25,7 @@ from angelspec_backend.drafters.recorded import (
     record_keys,
     record_output,
 )
+from angelspec_backend.drafters.recorded_steps import DraftSteps
 from angelspec_backend.engine.batch import ragged
 from angelspec_backend.engine.kv_pool import KVPool
 from angelspec_backend.engine.linear import PackedLinear
@@ -32,93 +33,114 @@ from angelspec_backend.engine.program import Program
 
 
 class RecordedChain:
-    """``ChainSteps`` of one network, with room for so many tokens and rows."""
+    """``ChainSteps`` of one network, with room for so many tokens, rows and drafts."""
 
     def __init__(
-        self, network: ChainNetwork, pool: KVPool, cos_sin: Tensor, num_tokens: int, num_rows: int
+        self,
+        network: ChainNetwork,
+        pool: KVPool,
+        cos_sin: Tensor,
+        num_tokens: int,
+        num_rows: int,
+        num_drafts: int,
     ) -> None:
-        spec, self._pool, self._network = network.spec, pool, network
-        self.tokens, self.rows = Tokens(max(num_tokens, num_rows)), Queries(num_rows)
-        self._ids, self._source = self.tokens.numbers(), self.tokens.numbers()
-        self._last = self.rows.numbers()  # the token that each row drafts behind
-        self._received = self.tokens.tensor(len(spec.tap_ids) * spec.target_hidden)
-        # What is fed beside tokens: features of the target, later what the rows of the step before put out.
-        self._fed = self.tokens.tensor(spec.shape.hidden)
-        self._program = program = Program()
-        if isinstance(network, Eagle3):
-            self._eagle3_features(network)
-            self._step = len(program)
-            output = self._eagle3_step(network, cos_sin)
-        else:
-            mtp = cast(MTP, network)
-            self._mtp_features(mtp)
-            self._step = len(program)
-            output = self._mtp_step(mtp, cos_sin)
-        self._logits = program.linear(self.rows, cast(PackedLinear, network.lm_head), output)
-        self._draft_ids, self._probability = program.argmax(self.rows, self._logits)
-        self._table = np.zeros((0, 0), np.int32)
+        spec, self._pool, self._cos_sin, self._network = network.spec, pool, cos_sin, network
+        self.rooms = num_tokens, num_rows, num_drafts
+        self._program = Program()
+        self._steps = DraftSteps(self._program, num_rows, network.vocab)
+        self._tokens, self._rows = [Tokens(num_tokens)], [Queries(num_rows)]
+        self._ids = self._tokens[0].numbers()
+        self._last = self._rows[0].numbers()  # the token that each row drafts behind
+        self._received = self._tokens[0].tensor(len(spec.tap_ids) * spec.target_hidden)
+        features = self._eagle3_features if isinstance(network, Eagle3) else self._mtp_features
+        hidden = self._record_step(self._ids, features(), self._last)
+        for _ in range(1, num_drafts):
+            self._tokens.append(Tokens(num_rows))
+            self._rows.append(Queries(num_rows, self._tokens[-1]))
+            self._steps.begin(self._rows[-1])
+            hidden = self._record_step(self._steps.last_token_ids, hidden, None)
 
-    def feed(
+    def draft(
         self,
         rows: NDArray[np.void],
         token_ids: NDArray[np.int32],
         table: NDArray[np.int32],
         hidden_states: Tensor,
-        drafting: NDArray[np.int64],
-    ) -> Likeliest:
+        wanted: NDArray[np.int64],
+        confident: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """See ``ChainSteps``."""
         row_of, offset = ragged(rows["num_feed"])
-        count = len(token_ids)
+        count, size = len(token_ids), self._pool.block_size
         self._received[:count] = hidden_states.flatten(1)
-        self._source[:count] = np.arange(count)
-        self.tokens.place(rows["num_fed"][row_of] + offset, table, row_of, self._pool.block_size)
-        self._last[: len(drafting)] = np.cumsum(rows["num_feed"])[drafting] - 1
-        self._table = table[drafting]
-        newest = rows["num_fed"] + rows["num_feed"] - 1
-        return self._run(0, token_ids, newest[drafting])
+        self._ids[:count] = token_ids
+        self._tokens[0].place(rows["num_fed"][row_of] + offset, table, row_of, size)
+        order = np.argsort(-wanted, kind="stable")[: np.count_nonzero(wanted)]
+        shape = len(rows), int(wanted.max())
+        tokens, confidence = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        if not len(order):
+            self._rows[0].count = 0
+            self._program.run(0, self._steps.steps[0].end)
+            return tokens, confidence
+        self._last[: len(order)] = (np.cumsum(rows["num_feed"]) - 1)[order]
+        newest, table = (rows["num_fed"] + rows["num_feed"]).astype(np.int64)[order], table[order]
+        self._rows[0].ask(newest - 1, table)
+        each = np.arange(len(order))
+        for step in range(1, shape[1]):
+            positions = newest + (step - 1)
+            self._tokens[step].place(positions, table, each, size)
+            self._rows[step].ask(positions, table)
+        choice = Choice(self._network.vocab, rows[order], newest, confident)
+        tokens[order], confidence[order] = self._steps.run(wanted[order], choice)
+        return tokens, confidence
 
-    def go_on(self, token_ids: NDArray[np.int32], keep: NDArray[np.int64]) -> Likeliest:
-        """See ``ChainSteps``."""
-        count = len(keep)
-        positions = self.rows.seen[keep] + np.int64(1)
-        self._table = self._table[keep]
-        self._source[:count] = keep
-        self._last[:count] = index = np.arange(count)
-        self.tokens.place(positions, self._table, index, self._pool.block_size)
-        return self._run(self._step, token_ids, positions)
+    def _record_step(self, ids: NDArray[np.int64], hidden: Tensor, last: NDArray[np.int64] | None) -> Tensor:
+        """One step of the newest tokens and rows.
 
-    def _run(self, begin: int, token_ids: NDArray[np.int32], seen: NDArray[np.integer]) -> Likeliest:
-        self._ids[: len(token_ids)] = token_ids
-        self.rows.ask(np.ones(len(seen), np.int32), seen, self._table)
-        self._program.run(begin)
-        count = len(seen)
-        return Likeliest(self._logits[:count], self._draft_ids[:count], self._probability[:count])
+        ids: [num_tokens]; hidden: [num_tokens, hidden] features, or what the step before returned;
+        last: see ``_record_layer``.  -> [num_rows, hidden] what the next step is fed
+        """
+        record = self._eagle3_step if isinstance(self._network, Eagle3) else self._mtp_step
+        output, feedback = record(ids, hidden, last)
+        head = cast(PackedLinear, self._network.lm_head)
+        self._steps.end(self._rows[-1], self._program.linear(self._rows[-1], head, output))
+        return feedback
 
-    def _mtp_features(self, network: MTP) -> None:
-        norm = norm_of(network.target_norm) if network.spec.postnorm_input else None
-        self._program.rows(self.tokens, self._received, self._fed, norm=norm)
+    def _mtp_features(self) -> Tensor:
+        network = cast(MTP, self._network)
+        if not network.spec.postnorm_input:
+            return self._received
+        features = torch.empty_like(self._received)
+        self._program.rows(self._tokens[0], self._received, features, norm=norm_of(network.target_norm))
+        return features
 
-    def _mtp_step(self, network: MTP, cos_sin: Tensor) -> Tensor:
-        """-> what the head reads of each row"""
-        program, tokens, rows, hidden = self._program, self.tokens, self.rows, network.spec.shape.hidden
-        both, normed = tokens.tensor(2 * hidden), tokens.tensor(hidden)
-        program.rows(
-            tokens,
-            network.embed_tokens,
-            both[:, :hidden],
-            norm=norm_of(network.enorm),
-            index=self._ids,
-            nonzero=tokens.positions,  # as MTP.embed
+    def _mtp_step(
+        self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
+    ) -> tuple[Tensor, Tensor]:
+        """-> what the head reads of each row, and what the next step is fed"""
+        network, program, tokens, rows = (
+            cast(MTP, self._network),
+            self._program,
+            self._tokens[-1],
+            self._rows[-1],
         )
-        program.rows(tokens, self._fed, both[:, hidden:], norm=norm_of(network.hnorm), index=self._source)
+        hidden = network.spec.shape.hidden
+        both, normed, output = tokens.tensor(2 * hidden), tokens.tensor(hidden), rows.tensor(hidden)
+        nonzero = tokens.positions  # as MTP.embed
+        embedded, given = norm_of(network.enorm), norm_of(network.hnorm)
+        program.rows(
+            tokens, network.embed_tokens, both[:, :hidden], norm=embedded, index=ids, nonzero=nonzero
+        )
+        program.rows(tokens, fed, both[:, hidden:], norm=given)
         x = program.linear(tokens, cast(PackedLinear, network.eh_proj), both)
         program.rows(tokens, x, normed, norm=norm_of(network.midlayer.input_layernorm))
-        delta, residual = self._record_layer(network, cos_sin, normed, x)
-        program.rows(rows, delta, self._fed, norm=norm_of(network.final_layernorm), residual=residual)
-        return self._fed
+        delta, residual = self._record_layer(network, normed, x, last)
+        program.rows(rows, delta, output, norm=norm_of(network.final_layernorm), residual=residual)
+        return output, output
 
-    def _eagle3_features(self, network: Eagle3) -> None:
-        program, tokens, spec, received = self._program, self.tokens, network.spec, self._received
+    def _eagle3_features(self) -> Tensor:
+        network = cast(Eagle3, self._network)
+        program, tokens, spec, received = self._program, self._tokens[0], network.spec, self._received
         if spec.fc_norm:
             normed = torch.empty_like(received)
             for index, norm in enumerate(network.fc_norm):
@@ -129,37 +151,43 @@ class RecordedChain:
             normed = torch.empty_like(received)
             program.rows(tokens, received, normed, norm=norm_of(network.input_norm))
             received = normed
-        features = program.linear(tokens, cast(PackedLinear, network.fc), received)
-        program.rows(tokens, features, self._fed)
+        return program.linear(tokens, cast(PackedLinear, network.fc), received)
 
-    def _eagle3_step(self, network: Eagle3, cos_sin: Tensor) -> Tensor:
-        """-> what the head reads of each row"""
-        program, tokens, rows, spec = self._program, self.tokens, self.rows, network.spec
-        hidden, layer = spec.shape.hidden, network.midlayer
-        both, x = tokens.tensor(2 * hidden), tokens.tensor(hidden)
-        input_norm, hidden_norm = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
-        program.rows(tokens, network.embed_tokens, both[:, :hidden], norm=input_norm, index=self._ids)
-        program.rows(tokens, self._fed, x, index=self._source)
-        program.rows(tokens, x, both[:, hidden:], norm=hidden_norm)
-        delta, residual = self._record_layer(
-            network, cos_sin, both, both[:, hidden:] if spec.norm_before_residual else x
+    def _eagle3_step(
+        self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
+    ) -> tuple[Tensor, Tensor]:
+        """-> what the head reads of each row, and what the next step is fed"""
+        network, program, tokens, rows = (
+            cast(Eagle3, self._network),
+            self._program,
+            self._tokens[-1],
+            self._rows[-1],
         )
-        output = rows.tensor(hidden)
+        spec, layer, hidden = network.spec, network.midlayer, network.spec.shape.hidden
+        both, output = tokens.tensor(2 * hidden), rows.tensor(hidden)
+        embedded, given = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
+        program.rows(tokens, network.embed_tokens, both[:, :hidden], norm=embedded, index=ids)
+        program.rows(tokens, fed, both[:, hidden:], norm=given)
+        before = both[:, hidden:] if spec.norm_before_residual else fed
+        delta, residual = self._record_layer(network, both, before, last)
         program.rows(rows, delta, output, norm=norm_of(network.norm), residual=residual)
-        program.rows(rows, output if spec.norm_output else residual, self._fed)
-        return output
+        return output, output if spec.norm_output else residual
 
     def _record_layer(
-        self, network: MTP | Eagle3, cos_sin: Tensor, x: Tensor, before: Tensor
+        self, network: MTP | Eagle3, x: Tensor, before: Tensor, last: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor]:
-        """x: what attention reads of each token; before: the residual stream of each token
-        -> the MLP's output and the residual stream, of each row"""
-        program, rows, layer = self._program, self.rows, network.midlayer
+        """x, before: [num_tokens, ...] what attention reads, and the residual stream; last: [num_rows] the
+        token each row goes on from, None: its own -> the MLP's output and the residual stream, of each row"""
+        program, rows, layer = self._program, self._rows[-1], network.midlayer
         attention = cast(PackedAttention, layer.self_attn)
-        qkv = record_keys(program, self.tokens, self._pool, cos_sin, 0, attention, attention.qkv, x)
-        query = rows.tensor(attention.num_heads * attention.head_dim)
+        query = record_keys(
+            program, self._tokens[-1], self._pool, self._cos_sin, 0, attention, attention.qkv, x
+        )
+        if last is not None:
+            chosen = rows.tensor(attention.num_heads * attention.head_dim)
+            program.rows(rows, query[:, : chosen.shape[1]], chosen, index=last)
+            query = chosen
         residual = rows.tensor(network.spec.shape.hidden)
-        program.rows(rows, qkv[:, : query.shape[1]], query, index=self._last)
-        program.rows(rows, before, residual, index=self._last)
+        program.rows(rows, before, residual, index=last)
         attended = rows.attend(program, self._pool, 0, attention, query)
         return record_output(program, rows, layer, attended, residual), residual

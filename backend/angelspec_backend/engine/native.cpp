@@ -32,6 +32,13 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
              [=](long i) { silu_and_mul(gate_up, out, inter, i); });
 }
 
+template <class T>
+static void find_likeliest(const T* logits, int32_t* out, float* probability, long r, long n) {
+    const T* x = logits + r * n;
+    out[r] = argmax(x, n);
+    if (probability) probability[r] = probability_of(load(x + out[r], 1)[0], x, n);
+}
+
 extern "C" {
 
 void angelspec_paged_attention(const AttentionArgs* args, int dtype) {
@@ -67,10 +74,8 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
 void angelspec_argmax(const void* logits, int32_t* out, float* probability, long rows, long n, int num_threads,
                       int dtype) {
     for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
-        if (dtype)
-            find_likeliest((const bf16*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
-        else
-            find_likeliest((const float*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
+        dtype ? find_likeliest((const bf16*)logits, out, probability, r, n)
+              : find_likeliest((const float*)logits, out, probability, r, n);
     });
 }
 

@@ -109,4 +109,8 @@ class SiluArgs(ctypes.Structure):
 
 
 class ArgmaxArgs(ctypes.Structure):
-    _fields_ = (("logits", _pointer), ("out", _pointer), ("probability", _pointer), ("n", _long))
+    _fields_ = (*[(name, _pointer) for name in ("logits", "names", "out", "probability")], ("n", _long))
+
+
+class CutArgs(ctypes.Structure):
+    _fields_ = tuple((name, _pointer) for name in ("probability", "before", "product", "least", "next"))

@@ -7,11 +7,11 @@
 #include "native_linear.h"
 #include "native_rows.h"
 
-enum OpKind { OP_ROWS, OP_MIX, OP_LINEAR, OP_ROPE, OP_ATTENTION, OP_SILU, OP_ARGMAX };  // mirrored by program.KINDS
+enum OpKind { OP_ROWS, OP_MIX, OP_LINEAR, OP_ROPE, OP_ATTENTION, OP_SILU, OP_ARGMAX, OP_CUT };  // as program.KINDS
 
 struct Op {  // mirrored by native_args.Op
     int64_t kind;
-    const int64_t* rows;  // how many there are; with none nothing is done
+    const int64_t* rows;  // how many there are; with none nothing is done, but for OP_CUT
     const void* args;     // of the kind
 };
 
@@ -42,10 +42,20 @@ struct SiluArgs {  // mirrored by native_args.SiluArgs
 };
 
 struct ArgmaxArgs {  // mirrored by native_args.ArgmaxArgs
-    const bf16* logits;  // [rows, n]
-    int32_t* out;        // [rows] the likeliest
-    float* probability;  // [rows] of it
+    const bf16* logits;   // [rows, n]
+    const int64_t* names; // [n] what is put out for each column; null: its number
+    int64_t* out;         // [rows] the likeliest
+    float* probability;   // [rows] of it
     int64_t n;
+};
+
+// Lowers the number of the next rows: to none, if nothing is left, or behind the last that is likely enough.
+struct CutArgs {  // mirrored by native_args.CutArgs
+    const float* probability;  // [rows] of the row's last step
+    const float* before;       // [rows] of its steps before, multiplied; null: there are none
+    float* product;            // [rows] of both
+    const float* least;        // [rows] what the product must reach
+    int64_t* next;
 };
 
 #if defined(ANGELSPEC_LINEAR)
@@ -72,6 +82,22 @@ static void mix(const MixArgs& a, long r) {
         for (long k = 0; k < a.count; k++) sum = fma(splat(a.weight[k]), load(x + k * a.n + i, a.n - i), sum);
         store(a.out + r * a.n + i, sum, a.n - i);
     }
+}
+
+static void find_likeliest(const ArgmaxArgs& a, long r) {
+    const bf16* x = a.logits + r * a.n;
+    const long best = argmax(x, a.n);
+    a.out[r] = a.names ? a.names[best] : best;
+    a.probability[r] = probability_of(load(x + best, 1)[0], x, a.n);
+}
+
+static void cut(const CutArgs& a, long rows) {
+    long end = 0;
+    for (long r = 0; r < rows; r++) {
+        a.product[r] = (a.before ? a.before[r] : 1) * a.probability[r];
+        if (r < *a.next && a.product[r] >= a.least[r]) end = r + 1;
+    }
+    *a.next = end;
 }
 
 // What every thread of a team does; all of it is done when they leave.
@@ -107,8 +133,11 @@ static void run_in_team(const Op& op, const AttentionPlan* plan, int num_threads
         }
         case OP_ARGMAX: {
             const ArgmaxArgs& a = *(const ArgmaxArgs*)op.args;
-            return in_team(rows,
-                           [&](long r) { find_likeliest(a.logits + r * a.n, a.n, a.out + r, a.probability + r); });
+            return in_team(rows, [&](long r) { find_likeliest(a, r); });
+        }
+        case OP_CUT: {
+#pragma omp single
+            cut(*(const CutArgs*)op.args, rows);
         }
     }
 }
@@ -124,7 +153,7 @@ static void run_program(const Op* ops, long count, int num_threads) {
         }
 #pragma omp parallel num_threads(num_threads)
     for (long i = 0, plan = 0; i < count; i++) {
-        if (*ops[i].rows) run_in_team<Tile>(ops[i], plans.data() + plan, num_threads);
+        if (*ops[i].rows || ops[i].kind == OP_CUT) run_in_team<Tile>(ops[i], plans.data() + plan, num_threads);
         plan += ops[i].kind == OP_ATTENTION;
     }
 }

@@ -133,9 +133,3 @@ static float probability_of(float top, const T* x, long n) {
     }
     return 1 / sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
-
-template <class T>
-static void find_likeliest(const T* x, long n, int32_t* out, float* probability) {
-    *out = argmax(x, n);
-    if (probability) *probability = probability_of(load(x + *out, 1)[0], x, n);
-}

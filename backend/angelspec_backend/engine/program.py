@@ -15,18 +15,19 @@ from torch import Tensor
 
 from angelspec_backend.engine import native
 from angelspec_backend.engine.linear import PackedLinear
-from angelspec_backend.engine.native_args import ArgmaxArgs, MixArgs, Op, RowsArgs, SiluArgs
+from angelspec_backend.engine.native_args import ArgmaxArgs, CutArgs, MixArgs, Op, RowsArgs, SiluArgs
 
-KINDS = ("rows", "mix", "linear", "rope", "attention", "silu", "argmax")
+KINDS = ("rows", "mix", "linear", "rope", "attention", "silu", "argmax", "cut")
 """Kinds of operations in the order of native_program.h."""
 
 
 class Rows:
     """Rows that operations have in common: how many there are in a run, and memory for the most."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, same: Rows | None = None) -> None:
+        """same: rows of which there are always as many."""
         self.room = room
-        self._count = np.zeros(1, np.int64)
+        self._count: NDArray[np.int64] = np.zeros(1, np.int64) if same is None else same._count
 
     @property
     def count(self) -> int:
@@ -140,12 +141,35 @@ class Program:
         """
         self._record("attention", rows, args)
 
-    def argmax(self, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``native.argmax``.  logits: [room, n] -> [room] int32, probabilities [room] fp32"""
-        out, probability = torch.zeros(rows.room, dtype=torch.int32), torch.zeros(rows.room)
-        args = ArgmaxArgs(logits.data_ptr(), out.data_ptr(), probability.data_ptr(), logits.shape[1])
-        self._record("argmax", rows, args, logits, out, probability)
+    def argmax(
+        self, rows: Rows, logits: Tensor, names: Tensor | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The likeliest of each row.  logits: [room, n]; names: [n] int64 what is put out, None: its number
+        -> [room], and its probabilities [room], see ``native.argmax``"""
+        out, probability = rows.numbers(), rows.numbers(np.float32)
+        args = ArgmaxArgs(
+            logits.data_ptr(), _address(names), _pointer(out), _pointer(probability), logits.shape[1]
+        )
+        self._record("argmax", rows, args, logits, names, out, probability)
         return out, probability
+
+    def cut(
+        self,
+        rows: Rows,
+        probability: NDArray[np.float32],
+        before: NDArray[np.float32] | None,
+        least: NDArray[np.float32],
+        following: Rows,
+    ) -> NDArray[np.float32]:
+        """Lower the number of the following rows to behind the last one that is likely enough, or to none.
+
+        probability, before: [room], whose product must be at least ``least``.  Returns the products.
+        """
+        product = rows.numbers(np.float32)
+        pointers = (_pointer(each) for each in (probability, before, product, least))
+        args = CutArgs(*pointers, following.address)
+        self._record("cut", rows, args, probability, before, product, least, following)
+        return product
 
     def keep(self, *used: object) -> None:
         """Keep alive what recorded arguments point to."""
