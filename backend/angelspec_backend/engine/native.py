@@ -20,16 +20,16 @@ from torch import Tensor
 
 from angelspec_backend.engine.native_args import (
     AttentionArgs,
-    HeadArgs,
     LayerArgs,
     LayersArgs,
     LinearArgs,
     Op,
     RopeArgs,
+    SampleArgs,
 )
 from angelspec_backend.engine.native_build import NativeBuildError, build
 
-__all__ = ["AttentionArgs", "HeadArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs"]
+__all__ = ["AttentionArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs", "SampleArgs"]
 
 _log = logging.getLogger(__name__)
 
@@ -131,9 +131,9 @@ def run(ops: ctypes.Array[Op], begin: int, end: int) -> None:
     _library().angelspec_run(first, end - begin, torch.get_num_threads())
 
 
-def find_heads(args: HeadArgs, dtype: torch.dtype) -> None:
-    """See ``sampler.native_heads``, which fills in the arguments."""
-    _library().angelspec_find_heads(args, _DTYPES[dtype])
+def sample(args: SampleArgs, dtype: torch.dtype) -> None:
+    """See ``sampler.sample_natively``, which fills in the arguments."""
+    _library().angelspec_sample(args, _DTYPES[dtype])
 
 
 @functools.lru_cache(maxsize=1)
@@ -175,8 +175,8 @@ def _load(path: Path) -> ctypes.CDLL:
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "argmax": [_pointer, _pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
-        "find_heads": [ctypes.POINTER(HeadArgs), _int],
         "run": [_pointer, _long, _int],
+        "sample": [ctypes.POINTER(SampleArgs), _int],
         "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],
     }
