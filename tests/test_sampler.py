@@ -433,3 +433,20 @@ def test_the_native_argmax_is_the_first_of_the_largest(dtype, rows, n, seed):
     logits[0] = -torch.inf if seed % 3 == 0 else logits[0]
     expected = np.nan_to_num(logits.float().numpy(), nan=-np.inf, neginf=-np.inf).argmax(1)
     assert native.argmax(logits).tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_native_argmax_knows_the_probability_of_what_it_takes(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 15, 17, 49, 8192, 49152):
+        logits = (5 * torch.randn(4, n, generator=generator)).to(dtype)
+        logits[1, ::2] = -torch.inf
+        logits[2, 1::3] = torch.nan
+        logits[1, -1] = 3
+        logits[3] = -torch.inf
+        probability = torch.empty(4)
+        taken = native.argmax(logits, probability)
+        wide = torch.where(logits.isnan(), -torch.inf, logits.double())
+        expected = wide.softmax(-1).gather(1, taken.long()[:, None])[:, 0].nan_to_num(0)
+        torch.testing.assert_close(probability.double(), expected, rtol=1e-5, atol=0)
