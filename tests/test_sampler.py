@@ -293,6 +293,24 @@ def test_the_native_kernel_decides_nearly_every_row_by_the_rule(seed):
 
 
 @pytest.mark.skipif(not native.available(), reason="no g++")
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_logits_of_some_tokens_are_sampled_as_if_the_others_were_impossible(seed):
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.choice([5, 300, 9001, 50257]))
+    ids = np.sort(rng.permutation(vocab)[: rng.integers(1, vocab + 1)])
+    dtype = [torch.bfloat16, torch.float32][rng.integers(2)]
+    logits, rows = random_logits(rng, 12, len(ids), dtype), random_rows(rng, 12)
+    everywhere = torch.full((12, vocab), -torch.inf, dtype=dtype)
+    everywhere[:, torch.from_numpy(ids)] = logits
+    tokens = sampler.sample_natively(logits, rows, sampler.Columns.of(ids, vocab))
+    decided = tokens != sampler.UNDECIDED
+    assert tokens[decided].tolist() == np.array(by_the_rule(everywhere, rows))[decided].tolist()
+    assert decided[~rows.restricted].all()
+    assert decided.sum() >= 9
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
 @pytest.mark.parametrize("scale", [0.1, 1, 2.5])
 @pytest.mark.parametrize(
     "parameters", [{}, {"top_p": 0.95}, {"min_p": 1e-3}, {"top_k": 4000}, {"top_k": 6000, "top_p": 0.9}]
@@ -415,3 +433,20 @@ def test_the_native_argmax_is_the_first_of_the_largest(dtype, rows, n, seed):
     logits[0] = -torch.inf if seed % 3 == 0 else logits[0]
     expected = np.nan_to_num(logits.float().numpy(), nan=-np.inf, neginf=-np.inf).argmax(1)
     assert native.argmax(logits).tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_native_argmax_knows_the_probability_of_what_it_takes(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 15, 17, 49, 8192, 49152):
+        logits = (5 * torch.randn(4, n, generator=generator)).to(dtype)
+        logits[1, ::2] = -torch.inf
+        logits[2, 1::3] = torch.nan
+        logits[1, -1] = 3
+        logits[3] = -torch.inf
+        probability = torch.empty(4)
+        taken = native.argmax(logits, probability)
+        wide = torch.where(logits.isnan(), -torch.inf, logits.double())
+        expected = wide.softmax(-1).gather(1, taken.long()[:, None])[:, 0].nan_to_num(0)
+        torch.testing.assert_close(probability.double(), expected, rtol=1e-5, atol=0)

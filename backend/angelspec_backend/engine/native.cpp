@@ -5,6 +5,7 @@
 #include "native_attend.h"
 #include "native_layers.h"
 #include "native_linear.h"
+#include "native_program.h"
 #include "native_rows.h"
 #include "native_sampling.h"
 
@@ -29,6 +30,13 @@ template <class T>
 static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, int num_threads) {
     for_each(rows * parts(inter), rows * inter >= PARALLEL_SILU, num_threads,
              [=](long i) { silu_and_mul(gate_up, out, inter, i); });
+}
+
+template <class T>
+static void find_likeliest(const T* logits, int32_t* out, float* probability, long r, long n) {
+    const T* x = logits + r * n;
+    out[r] = argmax(x, n);
+    if (probability) probability[r] = probability_of(load(x + out[r], 1)[0], x, n);
 }
 
 extern "C" {
@@ -62,10 +70,12 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
         silu_and_mul_rows((const float*)gate_up, (float*)out, rows, inter, num_threads);
 }
 
-// logits: [rows, n] -> out: [rows]
-void angelspec_argmax(const void* logits, int32_t* out, long rows, long n, int num_threads, int dtype) {
+// logits: [rows, n] -> out: [rows] the likeliest, probability: [rows] of it, or null
+void angelspec_argmax(const void* logits, int32_t* out, float* probability, long rows, long n, int num_threads,
+                      int dtype) {
     for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
-        out[r] = dtype ? argmax((const bf16*)logits + r * n, n) : argmax((const float*)logits + r * n, n);
+        dtype ? find_likeliest((const bf16*)logits, out, probability, r, n)
+              : find_likeliest((const float*)logits, out, probability, r, n);
     });
 }
 
@@ -73,7 +83,7 @@ void angelspec_argmax(const void* logits, int32_t* out, long rows, long n, int n
 void angelspec_sample(const SampleArgs* args, int dtype) {
     const SampleArgs& a = *args;
     auto sample_one = [&](long r) { a.tokens[r] = dtype ? sample<bf16>(a, r) : sample<float>(a, r); };
-    if (a.rows * a.vocab < PARALLEL_NORM) {
+    if (a.rows * a.columns < PARALLEL_NORM) {
         for (long r = 0; r < a.rows; r++) sample_one(r);
         return;
     }
@@ -88,6 +98,15 @@ void angelspec_layers(const LayersArgs* args) {
     if (amx_allowed()) return run_layers<AmxTile>(*args);
 #endif
     run_layers<FmaTile<bf16>>(*args);
+#endif
+}
+
+void angelspec_run(const Op* ops, long count, int num_threads) {
+#if defined(ANGELSPEC_LINEAR)
+#if defined(__AMX_BF16__)
+    if (amx_allowed()) return run_program<AmxTile>(ops, count, num_threads);
+#endif
+    run_program<FmaTile<bf16>>(ops, count, num_threads);
 #endif
 }
 

@@ -23,6 +23,7 @@ from angelspec_backend.engine.native_args import (
     LayerArgs,
     LayersArgs,
     LinearArgs,
+    Op,
     RopeArgs,
     SampleArgs,
 )
@@ -98,16 +99,23 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor, probability: Tensor | None = None) -> Tensor:
     """Per row the lowest index of the largest value, NaN counting as none.
 
-    logits: [num_rows, n] bf16 or fp32 on the CPU.  Returns [num_rows] int32.
+    logits: [num_rows, n] bf16 or fp32 on the CPU; probability: [num_rows] fp32, filled with that of each
+    largest value under a softmax over its row, 0 where it is not finite.  Returns [num_rows] int32.
     """
     logits = logits.contiguous()
     rows, n = logits.shape
     out = torch.empty(rows, dtype=torch.int32)
     _library().angelspec_argmax(
-        logits.data_ptr(), out.data_ptr(), rows, n, torch.get_num_threads(), _DTYPES[logits.dtype]
+        logits.data_ptr(),
+        out.data_ptr(),
+        None if probability is None else probability.data_ptr(),
+        rows,
+        n,
+        torch.get_num_threads(),
+        _DTYPES[logits.dtype],
     )
     return out
 
@@ -115,6 +123,12 @@ def argmax(logits: Tensor) -> Tensor:
 def layers(args: LayersArgs) -> None:
     """See ``llama_layers.NativeLayers``, which fills in the arguments."""
     _library().angelspec_layers(args)
+
+
+def run(ops: ctypes.Array[Op], begin: int, end: int) -> None:
+    """The operations [begin, end), see ``program.Program``, which records them."""
+    first = ctypes.addressof(ops) + begin * ctypes.sizeof(Op)
+    _library().angelspec_run(first, end - begin, torch.get_num_threads())
 
 
 def sample(args: SampleArgs, dtype: torch.dtype) -> None:
@@ -159,8 +173,9 @@ def _load(path: Path) -> ctypes.CDLL:
         "paged_attention": [ctypes.POINTER(AttentionArgs), _int],
         "rope_and_cache": [ctypes.POINTER(RopeArgs), _int],
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
-        "argmax": [_pointer, _pointer, _long, _long, _int, _int],
+        "argmax": [_pointer, _pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+        "run": [_pointer, _long, _int],
         "sample": [ctypes.POINTER(SampleArgs), _int],
         "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],

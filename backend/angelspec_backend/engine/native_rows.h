@@ -22,7 +22,7 @@ static void for_each(long n, bool parallel, int num_threads, Body body) {
 }
 
 template <class T>
-static void rms_norm_row(T* x, T* residual, const T* weight, T* out, long n, float eps) {
+static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long n, float eps) {
     f32v squares = {};
     for (long i = 0; i < n; i += LANES) {
         f32v v = load(x + i, n - i);
@@ -119,4 +119,17 @@ static long argmax(const T* x, long n) {
             if (hit[j]) return i + j;
     }
     return 0;
+}
+
+// The probability of the largest value under a softmax; NaN has none.  0 if the largest is not finite.
+template <class T>
+static float probability_of(float top, const T* x, long n) {
+    if (!(top - top == 0)) return 0;
+    f32v sums[4] = {};
+    for (long i = 0; i < n; i += LANES) {
+        f32v v = where(lane_numbers() < (int32_t)(n - i), load(x + i, n - i), splat(-__builtin_inff()));
+        f32v& sum = sums[i / LANES % 4];
+        sum = sum + exp(max(v - splat(top), splat(-1e4f)));  // max: of a NaN it takes the other
+    }
+    return 1 / sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
