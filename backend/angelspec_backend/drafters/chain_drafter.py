@@ -49,18 +49,18 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
         network = self.network
         features = network.features(self._received(hidden_states))
         state = self._step(batch, fed, feed_token_ids, block_table, features)
+        active = wanted > 0
         for step in range(drafts.token_ids.shape[1]):
-            active, more = wanted > step, wanted > step + 1
             ones = np.ones(np.count_nonzero(active), np.int64)
             params = SamplingRows.from_rows(rows[active], ones, newest[active] + 1 + step)
             tokens, confidence = choose_tokens(network.logits(state.output), params, network.vocab, confident)
-            drafts.token_ids[active, step] = tokens.cpu().numpy()
-            drafts.confidence[active, step] = confidence.cpu().numpy()
-            if more.any():
-                batch["num_computed"], batch["num_tokens"], batch["sample"] = newest + step, 1, 1
-                keep = torch.from_numpy(np.flatnonzero(more[active])).to(self.device)
-                ids = drafts.token_ids[more, step]
-                state = self._step(batch, more, ids, block_table, state.hidden[keep])
+            more = drafts.add(step, active, tokens, confidence, rows["min_chance"])
+            if not more.any():
+                break
+            batch["num_computed"], batch["num_tokens"], batch["sample"] = newest + step, 1, 1
+            keep = torch.from_numpy(np.flatnonzero(more[active])).to(self.device)
+            state = self._step(batch, more, drafts.token_ids[more, step], block_table, state.hidden[keep])
+            active = more
         return drafts
 
     def _step(
