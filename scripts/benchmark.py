@@ -14,7 +14,6 @@ to the same prompt and seed, whatever mode and concurrency that came from ("iden
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from rich.console import Console
 from angelspec_client import AngelSpecError
 from benchmark_options import counts, names, run_command
 from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
-from load import DEFAULT_SERVERS, Request, Window, connect, run_window, warm_up
+from load import DEFAULT_SERVERS, Request, Window, connect, run_loop, run_window, warm_up
 from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
 
 TABLE_WIDTH = 110
@@ -162,7 +161,7 @@ async def run(plan: Plan) -> None:
 def main() -> int:
     """Returns the exit status."""
     plan = read_plan(sys.argv[1:])
-    return run_command("benchmark", lambda: asyncio.run(run(plan)), AngelSpecError, PromptError)
+    return run_command("benchmark", lambda: run_loop(run(plan)), AngelSpecError, PromptError)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from rich.console import Console
 
 from benchmark_options import run_command
 from benchmark_report import describe_machine, to_line
+from load import garbage_kept, run_loop
 from loadtest.task_sets import Prompt, PromptError, fits, load_prompts
 from peers_options import Plan, read_plan
 from peers_report import make_table, summarize
@@ -81,7 +82,8 @@ async def run_window(
             task = Task(prompts[number % len(prompts)].messages, max_tokens, server.extra)
             replies.append(await send(session, server.kind, server.url, server.model, task, plan.timeout))
 
-    await asyncio.gather(*(work() for _ in range(concurrency)))
+    with garbage_kept():
+        await asyncio.gather(*(work() for _ in range(concurrency)))
     return replies
 
 
@@ -154,7 +156,7 @@ def main() -> int:
 
     def work() -> None:
         keep = bool if plan.tokenizer is None else fits(plan.tokenizer, plan.max_prompt_tokens)
-        asyncio.run(run(plan, load_prompts(*plan.prompts, keep=keep)))
+        run_loop(run(plan, load_prompts(*plan.prompts, keep=keep)))
 
     return run_command("benchmark_peers", work, PeerError, PromptError)
 

@@ -16,6 +16,10 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
+TOOLS = ("perf_analyzer", "aiperf", "genai-perf", "load-http")
+"""Ways to send requests beside our usual one; a mode measured with one of them is called "ar (aiperf)"."""
+
+
 class Record(BaseModel):
     """A part of a line; fields it does not name are ignored."""
 
@@ -128,6 +132,11 @@ class Cell(Record):
         if self.p50_ms is not None and self.p99_ms is not None and self.p99_ms < self.p50_ms:
             raise ValueError(f"p99_ms {self.p99_ms} is below p50_ms {self.p50_ms}")
         return self
+
+    @property
+    def other_tool(self) -> str | None:
+        """One of TOOLS where the requests did not come from our usual load, which writes no such mode."""
+        return next((tool for tool in TOOLS if self.mode.endswith(f" ({tool})")), None)
 
     @property
     def rates(self) -> tuple[float, ...]:

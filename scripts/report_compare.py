@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from report_cell import Cell, Window
-from report_records import Line, ResultsError
+from report_records import Line
 
 PUBLISHED: Mapping[str, Mapping[int, float]] = {
     "DFly-8": {4: 1.98, 8: 2.02, 16: 2.22, 32: 2.40, 64: 2.11},
@@ -122,8 +122,9 @@ class Results:
 
     @property
     def drafters(self) -> list[str]:
-        """The series that are no baseline."""
-        return [name for name in self.series if self.baselines.get(name) != name]
+        """The series that are no baseline and not the same mode measured by another tool."""
+        tools = {series for (series, _), cell in self.cells.items() if cell.other_tool}
+        return [name for name in self.series if self.baselines.get(name) != name and name not in tools]
 
     @property
     def tiers(self) -> list[int]:
@@ -191,14 +192,3 @@ def acceptance(cells: Iterable[tuple[int | None, float | None]]) -> float | None
     known = [(tokens, length) for tokens, length in cells if tokens and length]
     steps = sum(tokens / length for tokens, length in known)
     return sum(tokens for tokens, _ in known) / steps if steps else None
-
-
-def check_price(text: str) -> float:
-    """A price per hour from the command line.  Raises ResultsError."""
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 < price < float("inf"):
-        raise ResultsError(f"--price-per-hour must be a positive number, not '{text}'")
-    return price

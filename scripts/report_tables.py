@@ -15,6 +15,7 @@ from report_compare import (
     published_for,
 )
 from report_table import TableData, number, show_length, show_ratio, without_empty_columns
+from report_tools import standard_tools
 
 
 def make_tables(results: Results, price_per_hour: float | None) -> list[TableData]:
@@ -28,6 +29,7 @@ def make_tables(results: Results, price_per_hour: float | None) -> list[TableDat
         published(results),
         cost(results, price_per_hour),
         memory(results),
+        standard_tools(results),
     ]
     return [without_empty_columns(table) for table in made if table is not None]
 

@@ -14,7 +14,6 @@ limits are kept, 1 an error, 3 a limit is broken.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import json
 import signal
@@ -36,7 +35,7 @@ from experiment_limits import check_limits
 from experiment_report import limit_lines, make_table, progress_line
 from experiment_results import Results, ResultsError
 from experiment_server import Subject, describe_subject, open_subject
-from load import Request, Sender, connect, run_window, warm_up
+from load import Request, Sender, connect, run_loop, run_window, warm_up
 from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, fits, load_prompts
 from prepare_target import PrepareError
 from server import ServerError
@@ -163,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     if results.complete:
         CONSOLE.print(f"{path} is complete", markup=False)
     else:
-        asyncio.run(measure(experiment, prompts, results))
+        run_loop(measure(experiment, prompts, results))
     output = Console(highlight=False, width=160)
     output.print(make_table(add_derived(results.cells, experiment), experiment.metrics))
     findings = check_limits(results.cells, experiment.rollout.rollback_on)

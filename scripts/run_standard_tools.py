@@ -27,7 +27,7 @@ from angelspec_client import AngelSpecError
 from benchmark_options import run_command
 from benchmark_report import AR, to_line
 from experiment_server import Subject, describe_subject
-from load import Request, Sender, connect, run_window, warm_up
+from load import Request, Sender, connect, run_loop, run_window, warm_up
 from loadtest.task_sets import Prompt, PromptError, load_prompts
 from server_counters import CountersError, read_counters
 from tool_runs import Measured, ToolError, from_generations
@@ -133,7 +133,7 @@ def main() -> int:
     """Returns the exit status."""
     plan = read_plan(sys.argv[1:], __doc__ or "")
     errors = AngelSpecError, CountersError, PromptError, ToolError
-    return run_command("run_standard_tools", lambda: asyncio.run(run(plan)), *errors)
+    return run_command("run_standard_tools", lambda: run_loop(run(plan)), *errors)
 
 
 if __name__ == "__main__":

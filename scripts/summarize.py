@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from report_checks import summary
-from report_compare import check_price, collect
+from report_compare import collect
 from report_page import write_page
 from report_records import ResultsError, read_lines
 from report_table import to_markdown
@@ -47,6 +47,17 @@ def read_options(arguments: Sequence[str]) -> Options:
     values = parser.parse_args(arguments)
     price = None if values.price_per_hour is None else check_price(values.price_per_hour)
     return Options(tuple(values.results), price, values.html, values.baseline)
+
+
+def check_price(text: str) -> float:
+    """A price per hour from the command line.  Raises ResultsError."""
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 < price < float("inf"):
+        raise ResultsError(f"--price-per-hour must be a positive number, not '{text}'")
+    return price
 
 
 def run(options: Options, console: Console) -> None:

@@ -17,7 +17,6 @@ earlier run wrote.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 import time
@@ -32,7 +31,7 @@ from benchmark_options import run_command
 from benchmark_report import AR, Answers, to_line
 from checks import CheckError, free_ports
 from experiment_server import Subject, describe_subject
-from load import Request, Sender, Window, connect, run_window, warm_up
+from load import Request, Sender, Window, connect, run_loop, run_window, warm_up
 from loadtest.task_sets import Prompt, PromptError, load_prompts
 from prepare_target import PrepareError
 from server import ServerError, TritonServer
@@ -180,7 +179,7 @@ def main() -> int:
     plan = read_plan(sys.argv[1:], __doc__ or "")
 
     def work() -> None:
-        show(plan, asyncio.run(run(plan)) if plan.read is None else read_cells(plan.read))
+        show(plan, run_loop(run(plan)) if plan.read is None else read_cells(plan.read))
 
     errors = AngelSpecError, CheckError, PrepareError, PromptError, ServerError, SweepError
     return run_command("sweep_draft_length", work, *errors)

@@ -320,6 +320,7 @@ class AsyncScriptedCall(ScriptedCall):
 
     async def arrive(self):
         await asyncio.sleep(0)
+        return ()
 
 
 def run(scripts, policy, kind):

@@ -1,6 +1,7 @@
 """Closed-loop load on scripted streams under a clock of its own: every figure has an exact value."""
 
 import asyncio
+import gc
 import random
 import time
 
@@ -60,7 +61,7 @@ class ScriptedCall:
         return outputs | ({} if self.script else self.usage), time.perf_counter()
 
     async def arrive(self):
-        pass
+        return ()
 
     def close(self):
         pass
@@ -214,3 +215,38 @@ def test_the_figures_do_not_depend_on_the_order_of_the_answers(clock):
     one, _ = run(clock, scripts, 3)
     other = summarize([one.generations[number] for number in sorted(one.generations, reverse=True)])
     assert other == summarize([one.generations[number] for number in sorted(one.generations)])
+
+
+def test_garbage_is_looked_for_before_and_after_a_window_but_not_during_it(clock):
+    seen = []
+
+    class Watching(ScriptedSender):
+        async def send(self, request):
+            seen.append(gc.isenabled())
+            return await super().send(request)
+
+    wanted = requests([None] * 3)
+    clock.run_until_complete(load.run_window(Watching([[(0.1, 1)]] * 3), wanted, 2))
+    assert seen == [False] * 3
+    assert gc.isenabled()
+    with pytest.raises(IndexError):  # no script for the fourth
+        clock.run_until_complete(load.run_window(Watching([[(0.1, 1)]] * 3), requests([None] * 4), 2))
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_the_load_runs_with_and_without_the_faster_loop(loop, monkeypatch):
+    if loop == "uvloop":
+        pytest.importorskip("uvloop")
+    else:
+        monkeypatch.setattr(load, "uvloop", None)
+
+    async def kind():
+        return type(asyncio.get_running_loop()).__module__
+
+    async def fail():
+        raise ServerError("broken")
+
+    assert load.run_loop(kind()).startswith(loop)
+    with pytest.raises(ServerError, match="broken"):
+        load.run_loop(fail())

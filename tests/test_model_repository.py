@@ -14,7 +14,6 @@ from angelspec_backend.triton import codec
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 MODELS = ("angelspec", "speculate", "drafter", "target")
-STEP_INPUTS = {"rows", "token_ids", "feed_token_ids", "block_table", "tap_ids", "feed_hidden_states"}
 
 
 def config(model: str) -> model_config_pb2.ModelConfig:
@@ -44,22 +43,19 @@ def test_the_public_model_declares_every_field_as_optional():
 
 
 def test_inner_models_declare_what_the_codec_writes():
-    outputs = {*codec.STEP_OUTPUTS, codec.HIDDEN_STATES}
-    assert names(config("speculate").input) == STEP_INPUTS
+    feed, outputs = {codec.STEP, codec.FEED_STATES}, {codec.SAMPLED, codec.HIDDEN_STATES}
+    assert names(config("speculate").input) == feed
     assert names(config("speculate").output) == outputs
-    drafter_only = {"feed_token_ids", "feed_hidden_states"}
-    assert names(config("target").input) == STEP_INPUTS - drafter_only | set(codec.DRAFT_OUTPUTS)
-    assert names(config("target").output) == outputs | {"info"}
-    assert names(config("drafter").input) == STEP_INPUTS - {"token_ids", "tap_ids"}
-    assert names(config("drafter").output) == set(codec.DRAFT_OUTPUTS) | {"info"}
+    assert names(config("drafter").input) == feed
+    assert names(config("drafter").output) == {codec.DRAFTS, codec.INFO}
+    assert names(config("target").input) == {codec.STEP, codec.DRAFTS}
+    assert names(config("target").output) == outputs | {codec.INFO}
 
 
 @pytest.mark.parametrize("model", ["speculate", "drafter", "target"])
-def test_what_only_hidden_state_drafters_need_may_be_left_out(model):
-    optional = names(each for each in config(model).input if each.optional)
-    assert optional - set(codec.DRAFT_OUTPUTS) == {"tap_ids", "feed_hidden_states"} & names(
-        config(model).input
-    )
+def test_all_but_the_step_may_be_left_out(model):
+    inputs = config(model).input
+    assert names(each for each in inputs if not each.optional) == {codec.STEP}
 
 
 @pytest.mark.parametrize("model", ["angelspec", "drafter", "target"])

@@ -288,6 +288,60 @@ def test_the_price_in_the_settings_counts_where_none_is_given(collect):
     assert rows == [{"in flight": "4", "ar": "2.00"}]
 
 
+def tooled(tool, rates, concurrency=4, mode="ar", **fields):
+    """A line of run_standard_tools."""
+    name = mode if tool == "load" else f"{mode} ({tool})"
+    return cell(name, concurrency, rates, tool=tool, experiment="standard tools", **fields)
+
+
+def test_standard_tools_stand_beside_our_load_over_their_protocol(collect):
+    lines = [
+        tooled("load", (100.0, 110.0, 120.0)),
+        tooled("perf_analyzer", (101.0, 110.0, 114.0), p50_ms=410.0, ttft_p50_ms=31.0),
+        tooled("load-http", (200.0, 200.0, 200.0), p50_ms=300.0, ttft_p50_ms=30.0),
+        tooled("aiperf", (190.0, 180.0, 200.0), p50_ms=310.0),
+        tooled("aiperf", (190.0, 180.0, 200.0), concurrency=8),  # nothing of ours beside it
+    ]
+    first, second = table(collect(lines), "Standard tools")
+    assert first == {
+        "in flight": "4",
+        "tool": "ar (perf_analyzer)",
+        "tok/s": "110",
+        "our load tok/s": "110",
+        "tool / ours": "1.00x (0.95-1.01)",
+        "p50 ms: tool / ours": "410 / 400",
+        "TTFT p50 ms: tool / ours": "31.0 / ",
+    }
+    assert (second["tool"], second["tool / ours"]) == ("ar (aiperf)", "0.95x (0.90-1.00)")
+    assert second["p50 ms: tool / ours"] == "310 / 300"
+
+
+def test_a_tool_is_never_named_best_and_enters_no_mean(collect):
+    lines = [
+        *pair(4, (1.2, 1.2, 1.2)),
+        *(tooled(tool, (300.0,) * 3) for tool in ("load-http", "perf_analyzer", "aiperf")),
+        cell("dfly (aiperf)", 4, (400.0,) * 3),  # of another file, which does not say its tool
+    ]
+    results = collect(lines)
+    assert results.drafters == ["dfly"]
+    found = judge(results, "ar")
+    assert found.series == "dfly"
+    assert not any("aiperf" in reason.text or "perf_analyzer" in reason.text for reason in found.reasons)
+    assert set(table(results, "Next to the published speed-up")[0]) == {
+        "in flight",
+        "dfly",
+        "published DFly-8",
+    }
+    (shown,) = table(results, "Throughput")
+    assert shown["ar (aiperf) tok/s"] == "300"
+    assert not any("(" in name for name in shown if name.endswith("speed-up"))
+
+
+def test_a_run_of_tools_alone_has_no_verdict(collect):
+    found = judge(collect([tooled("load", (100.0,) * 3), tooled("aiperf", (130.0,) * 3)]), "ar")
+    assert found.headline.startswith("No verdict")
+
+
 def test_memory_is_the_peak_of_each_process_over_all_concurrencies(collect):
     lines = [
         cell(memory_mb={"target": 500, "angelspec": 90}),

@@ -75,8 +75,9 @@ class _AsyncGrpcCall:
         self._received = True
         return outputs, arrived_at
 
-    async def arrive(self) -> None:
+    async def arrive(self) -> tuple[()]:
         """Nothing: gRPC has to be asked for each response."""
+        return ()
 
     def close(self) -> None:
         self._closed = True

@@ -8,6 +8,7 @@ which says why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections import deque
@@ -85,12 +86,19 @@ class _AsyncHttpCall(asyncio.Protocol):
         arrived_at, text = self._texts.popleft()
         return read_response(text, self._reader.status), arrived_at
 
-    async def arrive(self) -> None:
+    async def arrive(self) -> list[Response]:
         self._whole = True
         await self._open()
         while not self._ended:
             await self._wait()
             self._read()
+        responses: list[Response] = []
+        with contextlib.suppress(AngelSpecError):  # raised again where its text is received
+            for arrived_at, text in self._texts:
+                responses.append((read_response(text, self._reader.status), arrived_at))
+        for _ in responses:
+            self._texts.popleft()
+        return responses
 
     def close(self) -> None:
         self._end(self._cut())

@@ -87,10 +87,13 @@ class AsyncStream(AsyncIterator[Chunk]):
         while not self._closed:
             if self._call is None:
                 self._call = self._connect(progress.remaining_s())
-                if self._whole:
-                    await self._call.arrive()
-                    if self._closed:  # elsewhere, while waiting here
-                        break
+                arrived = await self._call.arrive() if self._whole else ()
+                if self._closed:  # elsewhere, while waiting here
+                    break
+                for response in arrived[:-1]:
+                    progress.add(response)
+                if arrived:
+                    return arrived[-1]
             try:
                 return await self._call.receive()
             except ServerBusy as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,10 +35,11 @@ class AsyncCall(Protocol):
 
     async def receive(self) -> Response | None: ...
 
-    async def arrive(self) -> None:
+    async def arrive(self) -> Sequence[Response]:
         """Let all of the answer arrive first, where that saves waking up for each response.
 
-        Raises nothing: how the answer ended is for receive to say.
+        Returns the responses that are there then.  Raises nothing: the rest, and how the answer ended, is
+        for receive to say.
         """
 
     def close(self) -> None: ...

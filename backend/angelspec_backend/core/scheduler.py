@@ -102,10 +102,10 @@ class Scheduler:
             reserved -= 1
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
-        # Where most sequences wait for their first token, as after a burst, the others wait for them.
-        if rows and len(decoding) >= len(prefilling) + len(self.waiting):
+        if rows:
             num_decoded = self.config.max_batch_tokens - self._budget
-            self._budget = min(self._budget, self._prefill.limit(num_decoded))
+            num_waiting = len(prefilling) + min(len(self.waiting), len(self._slots))
+            self._budget = self._prefill.limit(num_decoded, len(rows), num_waiting, self._budget)
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):
                 rows.append(row)
@@ -120,9 +120,8 @@ class Scheduler:
         events = []
         self._drafting.observe(rows, output, seconds)
         num_prompt = sum(row.num_tokens for row in rows if row.num_tokens > 1)
-        if num_prompt:
-            num_decoded = sum(row.num_tokens == 1 for row in rows) + int(output.draft_lens.sum())
-            self._prefill.observe(num_decoded, num_prompt, seconds)
+        num_decoded = sum(row.num_tokens == 1 for row in rows) + int(output.draft_lens.sum())
+        self._prefill.observe(num_decoded, num_prompt, seconds)
         for row, new, drafted, states in zip(
             rows,
             split_rows(output.token_ids, output.lens),

@@ -41,6 +41,11 @@ class StepTimes:
         """Whether anything was measured."""
         return bool(self._buckets)
 
+    @property
+    def largest(self) -> float:
+        """Tokens of the largest step that still counts; 0: there is none."""
+        return max((t for t, _, seen in self._buckets.values() if self._step - seen <= MAX_AGE), default=0.0)
+
     def estimate(self, num_tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None while nothing is known."""
         return float(self.predict(np.array([num_tokens]))[0]) if self.known else None

@@ -79,10 +79,16 @@ void angelspec_argmax(const void* logits, int32_t* out, float* probability, long
     });
 }
 
-void angelspec_find_heads(const HeadArgs* args, int dtype) {
-    const HeadArgs& a = *args;
-    for_each(a.rows, a.rows * a.vocab >= PARALLEL_NORM, a.num_threads,
-             [&](long r) { dtype ? find_head<bf16>(a, r) : find_head<float>(a, r); });
+// One token per row; UNDECIDED where the caller has to sample by the rule itself.
+void angelspec_sample(const SampleArgs* args, int dtype) {
+    const SampleArgs& a = *args;
+    auto sample_one = [&](long r) { a.tokens[r] = dtype ? sample<bf16>(a, r) : sample<float>(a, r); };
+    if (a.rows * a.vocab < PARALLEL_NORM) {
+        for (long r = 0; r < a.rows; r++) sample_one(r);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(a.num_threads)
+    for (long r = 0; r < a.rows; r++) sample_one(r);
 }
 
 // The decoder layers of a llama-like model with bf16 weights.

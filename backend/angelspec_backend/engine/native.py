@@ -20,15 +20,15 @@ from torch import Tensor
 
 from angelspec_backend.engine.native_args import (
     AttentionArgs,
-    HeadArgs,
     LayerArgs,
     LayersArgs,
     LinearArgs,
     RopeArgs,
+    SampleArgs,
 )
 from angelspec_backend.engine.native_build import NativeBuildError, build
 
-__all__ = ["AttentionArgs", "HeadArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs"]
+__all__ = ["AttentionArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs", "SampleArgs"]
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +124,9 @@ def layers(args: LayersArgs) -> None:
     _library().angelspec_layers(args)
 
 
-def find_heads(args: HeadArgs, dtype: torch.dtype) -> None:
-    """See ``sampler.native_heads``, which fills in the arguments."""
-    _library().angelspec_find_heads(args, _DTYPES[dtype])
+def sample(args: SampleArgs, dtype: torch.dtype) -> None:
+    """See ``sampler.sample_natively``, which fills in the arguments."""
+    _library().angelspec_sample(args, _DTYPES[dtype])
 
 
 @functools.lru_cache(maxsize=1)
@@ -168,7 +168,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "argmax": [_pointer, _pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
-        "find_heads": [ctypes.POINTER(HeadArgs), _int],
+        "sample": [ctypes.POINTER(SampleArgs), _int],
         "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],
     }

@@ -46,12 +46,13 @@ class LinearArgs(ctypes.Structure):
     )
 
 
-class HeadArgs(ctypes.Structure):
-    """Mirrors HeadArgs in native_sampling.h."""
+class SampleArgs(ctypes.Structure):
+    """Mirrors SampleArgs in native_sampling.h."""
 
     _fields_ = (
-        *[(name, _pointer) for name in ("logits", "temperature", "ids", "relative", "count", "facts")],
-        *[(name, _long) for name in ("rows", "vocab", "width")],
+        *[(name, _pointer) for name in ("logits", "seed", "position", "temperature", "top_k", "top_p")],
+        *[(name, _pointer) for name in ("min_p", "tokens")],
+        *[(name, _long) for name in ("rows", "vocab")],
         ("num_threads", _int),
     )
 

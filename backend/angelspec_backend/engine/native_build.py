@@ -15,6 +15,7 @@ SOURCES = (
     "native_attention.h",
     "native_amx.h",
     "native_fma.h",
+    "native_heads.h",
     "native_layers.h",
     "native_linear.h",
     "native_rows.h",

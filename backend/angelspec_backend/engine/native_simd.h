@@ -25,6 +25,8 @@ typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
 typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
+typedef double f64v __attribute__((vector_size(4 * LANES)));  // half as many
+typedef int64_t i64v __attribute__((vector_size(4 * LANES)));
 
 static inline f32v splat(float x) { return x - f32v{}; }
 
@@ -180,4 +182,38 @@ static inline void store(T* p, f32v v, long n) {
     T part[LANES];
     store(part, v);
     memcpy(p, part, n * sizeof(T));
+}
+
+// Doubles, where a float's rounding would decide something.
+static inline f64v load(const double* p) {
+    f64v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline void store(double* p, f64v v) { memcpy(p, &v, sizeof v); }
+
+static inline f64v widen(f32v v, int half) {
+    typedef float half_of_f32v __attribute__((vector_size(2 * LANES)));
+    half_of_f32v x;
+    memcpy(&x, (const char*)&v + half * sizeof x, sizeof x);
+    return __builtin_convertvector(x, f64v);
+}
+
+// exp(x) for x <= 0, within 1e-12 of it; 0 below -700.
+static inline f64v exp(f64v x) {
+    const i64v tiny = x < -700.0;
+    x = tiny ? f64v{} : x;
+    f64v shifted = x * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52: the low bits are the nearest integer
+    f64v r = x - (shifted - 6755399441055744.0) * 0.6931471805599453, p = r * 0.0 + 1.0;
+    for (int k = 10; k > 0; k--) p = p * r * (1.0 / k) + 1.0;  // Taylor
+    return tiny ? f64v{} : (f64v)((i64v)p + ((i64v)shifted << 52));
+}
+
+// n: a multiple of LANES.
+static inline double sum(const double* x, long n) {
+    f64v even = {}, odd = {};
+    for (long i = 0; i < n; i += LANES) even = even + load(x + i), odd = odd + load(x + i + LANES / 2);
+    double total = 0;
+    for (int i = 0; i < LANES / 2; i++) total += even[i] + odd[i];
+    return total;
 }

@@ -1,7 +1,8 @@
 """Fast sampling of many rows: the tokens of ``sampling_rule``, without a pass over the vocabulary per row.
 
 Most rows are decided by their head and bounds on the mass of their tail, which take a pass of maxima and
-one of float32 exponentials: of the native kernel, or of torch.  The few rows that stay open go by the rule.
+one of float32 exponentials.  The native kernel decides the others with double precision; torch leaves them
+to the rule as it is written down.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from angelspec_backend.engine.upload import upload
 
 __all__ = ["SamplingRows", "sample"]
 
-WIDTH = 512
-"""Room for the head of a row; a larger one takes a second call."""
+UNDECIDED = -1
+"""What native_sampling.h says of a row that is too close for it to decide."""
 ROWS_AT_ONCE = 64
 """Rows whose logits torch widens together."""
 
@@ -55,17 +56,42 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
 
 def sample_on_host(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """``sample`` for at least one row.  On a GPU it waits often."""
-    greedy = rows.temperature == 0
-    has_kernels = native.supports(logits.dtype, logits.device)
-    if greedy.all() and has_kernels:
+    if not native.supports(logits.dtype, logits.device):
+        return sample_with_torch(logits, rows)
+    if not rows.temperature.any():
         return native.argmax(logits).numpy()
-    headed = (native_heads if has_kernels else torch_heads)(logits, rows.temperature)
+    tokens = sample_natively(logits, rows)
+    left = np.flatnonzero(tokens == UNDECIDED)
+    if len(left):
+        tokens[left] = sample_with_torch(logits[torch.from_numpy(left)], rows[left])
+    return tokens
+
+
+def sample_natively(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
+    """One token per row by the kernel of native_sampling.h, or UNDECIDED: a near tie, or no finite maximum.
+
+    logits: [n, vocab] bf16 or fp32 on the CPU; rows: [n].  Returns [n].
+    """
+    logits = logits.contiguous()
+    tokens = np.empty(len(rows), np.int32)
+    columns = (rows.seed, rows.position, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    dtypes = (np.uint64, np.int64, np.float32, np.int32, np.float32, np.float32)
+    arrays = [np.ascontiguousarray(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+    args = native.SampleArgs(logits.data_ptr(), *(array.ctypes.data for array in [*arrays, tokens]))
+    args.rows, args.vocab, args.num_threads = *logits.shape, torch.get_num_threads()
+    native.sample(args, logits.dtype)
+    return tokens
+
+
+def sample_with_torch(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
+    """The same for any float dtype and device, and decided for every row.  [n, vocab], [n] -> [n]"""
+    headed = torch_heads(logits, rows.temperature)
     if headed is None:
         lowest = torch.finfo(torch.float32).min
-        return sample_on_host(torch.nan_to_num(logits.float(), nan=lowest), rows)
+        return sample_with_torch(torch.nan_to_num(logits.float(), nan=lowest), rows)
     head = headed.head
     tokens = head.ids[:, 0].astype(np.int32)  # greedy: the largest logit, the lowest id on ties
-    drawn = np.flatnonzero(~greedy)
+    drawn = np.flatnonzero(rows.temperature > 0)
     if not len(drawn):
         return tokens
     low, high = tail_mass(headed.sums[:, drawn], head.count[drawn])
@@ -77,33 +103,8 @@ def sample_on_host(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
-def native_heads(logits: Tensor, temperature: NDArray[np.float32], width: int = WIDTH) -> HeadedRows | None:
-    """The heads by the kernel of native_sampling.h.  None if the largest logit of a row is not finite.
-
-    logits: [n, vocab] bf16 or fp32 on the CPU; temperature: [n]; width: room for a head.
-    """
-    logits = logits.contiguous()
-    n, vocab = logits.shape
-    width = min(width, vocab)
-    temperature = np.ascontiguousarray(temperature, np.float32)
-    ids, relative = np.empty((n, width), np.int64), np.empty((n, width), np.float64)
-    count, facts = np.empty(n, np.int64), np.empty((4, n), np.float32)
-    args = native.HeadArgs(
-        logits.data_ptr(), *(a.ctypes.data for a in (temperature, ids, relative, count, facts))
-    )
-    args.rows, args.vocab, args.width, args.num_threads = n, vocab, width, torch.get_num_threads()
-    native.find_heads(args, logits.dtype)
-    bound, largest, *sums = facts
-    if np.isnan(largest).any():
-        return None
-    longest = int(count.max())
-    if longest > width:
-        return native_heads(logits, temperature, longest)
-    return HeadedRows(Head(ids[:, :longest], relative[:, :longest], count), bound, np.stack(sums))
-
-
 def torch_heads(logits: Tensor, temperature: NDArray[np.float32]) -> HeadedRows | None:
-    """The same with torch, for any float dtype and device.  [n, vocab], [n]"""
+    """The heads.  None if the largest logit of a row is not finite.  [n, vocab], [n]"""
     greedy = temperature == 0
     fine = class_maxima(logits, FINE)
     bound, largest = bounds(fine, greedy)  # [n, 1]

@@ -18,9 +18,9 @@ from angelspec_backend.engine.sampling_rule import SamplingRows
 HEAD_SIZE = 128
 """Tokens in a head, roughly: the bound is the HEAD_SIZE-th largest of the coarse classes' maxima."""
 FINE, COARSE = 16, 4
-"""Tokens in a fine class, fine classes in a coarse one.  These three are mirrored in native_sampling.h."""
+"""Tokens in a fine class, fine classes in a coarse one.  These three are mirrored in native_heads.h."""
 SLACK = 1e-4
-"""Relative error allowed to a sum of float32 exponentials; the real one is below 2e-5."""
+"""Relative error allowed to a sum of float32 exponentials; the real one is below 2e-5.  Mirrored too."""
 PADDING = np.uint64(2**64 - 1)
 
 

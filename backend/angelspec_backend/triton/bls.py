@@ -18,9 +18,6 @@ from angelspec_backend.triton import bridge, codec
 NO_ROWS = StepInput(np.zeros(0, ROW), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
 """A step of no rows: a model answers it by describing itself."""
 
-TARGET_INPUTS = ("rows", "token_ids", "block_table", "tap_ids")
-DRAFTER_INPUTS = ("rows", "feed_token_ids", "block_table")
-
 Info = TypeVar("Info")
 
 logger = logging.getLogger(__name__)
@@ -37,18 +34,17 @@ class BlsExecutor:
 
     def step(self, step: StepInput) -> StepOutput:
         """One engine step.  Raises StepError when a model did not answer."""
-        arrays, outputs = codec.encode_step(step), codec.step_outputs(step)
-        if step.speculative:
-            return codec.decode_output(_call("speculate", arrays, outputs))
-        return codec.decode_output(_call("target", _part(arrays, TARGET_INPUTS), outputs))
+        model = "speculate" if step.speculative else "target"
+        answer = _call(model, codec.encode_step(step), codec.step_outputs(step))
+        return codec.decode_output(answer, len(step.rows))
 
     def target_info(self) -> codec.TargetInfo:
         """What the target says of itself.  Raises StepError when it does not answer."""
-        return codec.decode_target_info(_describe("target", TARGET_INPUTS))
+        return codec.decode_target_info(_describe("target"))
 
     def drafter_info(self) -> codec.DrafterModelInfo:
         """What the drafter model says of itself.  Raises StepError when it does not answer."""
-        return codec.decode_drafter_info(_describe("drafter", DRAFTER_INPUTS))
+        return codec.decode_drafter_info(_describe("drafter"))
 
     def recover(self) -> Recovered:
         """Load models that died again.
@@ -86,12 +82,8 @@ def _unless_dead(describe: Callable[[], Info]) -> Info | None:
         return None
 
 
-def _describe(model: str, inputs: tuple[str, ...]) -> codec.Arrays:
-    return _call(model, _part(codec.encode_step(NO_ROWS), inputs), codec.INFO_OUTPUTS)
-
-
-def _part(arrays: codec.Arrays, names: tuple[str, ...]) -> codec.Arrays:
-    return {name: arrays[name] for name in names if name in arrays}
+def _describe(model: str) -> codec.Arrays:
+    return _call(model, codec.encode_step(NO_ROWS), (codec.INFO,))
 
 
 def _call(model: str, arrays: codec.Arrays, outputs: tuple[str, ...]) -> codec.Arrays:

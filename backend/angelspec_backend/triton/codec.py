@@ -1,8 +1,14 @@
-"""The wire form of a step: named flat arrays, as the inner models' config.pbtxt files declare them.
+"""The wire form of a step: one array per message, as the inner models' config.pbtxt files declare them.
 
-Arrays are views wherever numpy allows it.  Zero-length arrays are ordinary: a step without drafts
-has empty draft arrays, and an empty ``rows`` asks a model to describe itself.  What has to do with
-hidden states is left out where there are none, so that other drafters do not pay for it.
+A tensor costs the same time whatever its size, tens of microseconds on its way through the processes, so
+all that is small lies in one array of int32.  Hidden states, which may be large and which not every model
+reads, are an array of their own, left out where there are none.  A step of no rows asks a model to describe
+itself.  Decoded arrays are views of the message.
+
+step        [5] rows and lengths of the parts behind them, then the parts: rows, token_ids, feed_token_ids,
+            block_table, tap_ids
+drafts      [num_rows] lens, then token_ids
+sampled     [num_rows] lens, [num_rows] draft_lens, then token_ids
 """
 
 from __future__ import annotations
@@ -20,10 +26,15 @@ from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOut
 
 Arrays = Mapping[str, NDArray[Any]]
 
-STEP_OUTPUTS = ("sampled_token_ids", "sampled_lens", "verified_lens")
-HIDDEN_STATES = "hidden_states"  # an output too, of a step with taps
-DRAFT_OUTPUTS = ("draft_token_ids", "draft_lens")
-INFO_OUTPUTS = ("info",)
+STEP = "step"
+FEED_STATES = "feed_hidden_states"  # beside it, for drafters that read them
+DRAFTS = "drafts"
+SAMPLED = "sampled"
+HIDDEN_STATES = "hidden_states"  # beside it, of a step with taps
+INFO = "info"
+
+NUM_PARTS = 5
+ROW_INTS = ROW.itemsize // 4
 
 
 class CodecError(ValueError):
@@ -59,93 +70,89 @@ class DrafterModelInfo:
 
 
 def encode_step(step: StepInput) -> dict[str, NDArray[Any]]:
-    """Inputs of `speculate`; also of `drafter` and `target`, which take the part they need."""
-    arrays: dict[str, NDArray[Any]] = {
-        "rows": step.rows.view(np.uint8),  # [num_rows * ROW.itemsize]
-        "token_ids": step.token_ids,
-        "feed_token_ids": step.feed_token_ids,
-        "block_table": step.block_table,
-    }
-    if len(step.tap_ids):
-        arrays["tap_ids"] = step.tap_ids
+    """Inputs of `speculate`."""
+    parts = (step.token_ids, step.feed_token_ids, step.block_table, step.tap_ids)
+    header = np.array([len(step.rows), *map(len, parts)], np.int32)
+    arrays: dict[str, NDArray[Any]] = {STEP: np.concatenate([header, step.rows.view(np.int32), *parts])}
     if len(step.hidden_states):
-        arrays["feed_hidden_states"] = step.hidden_states
+        arrays[FEED_STATES] = step.hidden_states
     return arrays
 
 
 def step_outputs(step: StepInput) -> tuple[str, ...]:
     """The outputs to ask `target` or `speculate` for."""
-    return (*STEP_OUTPUTS, HIDDEN_STATES) if len(step.tap_ids) else STEP_OUTPUTS
+    return (SAMPLED, HIDDEN_STATES) if len(step.tap_ids) else (SAMPLED,)
 
 
 def decode_step(arrays: Arrays) -> StepInput:
-    """The step in a model's inputs; an absent array is empty.
+    """The step in a model's inputs.
 
     Raises:
-        CodecError: ``rows`` is missing or is no whole number of records.
+        CodecError: ``step`` is missing or not as long as its header says.
     """
-    if "rows" not in arrays:
-        raise CodecError("rows is missing")
-    rows = np.ascontiguousarray(arrays["rows"].reshape(-1))
-    if rows.nbytes % ROW.itemsize:
-        raise CodecError(f"rows of {rows.nbytes} bytes; each record has {ROW.itemsize}")
-    return StepInput(
-        rows=rows.view(ROW),
-        token_ids=_flat(arrays, "token_ids"),
-        feed_token_ids=_flat(arrays, "feed_token_ids"),
-        block_table=_flat(arrays, "block_table"),
-        tap_ids=_flat(arrays, "tap_ids"),
-        hidden_states=_flat(arrays, "feed_hidden_states", np.uint8),
-    )
+    if STEP not in arrays:
+        raise CodecError(f"{STEP} is missing")
+    packed = arrays[STEP].reshape(-1)
+    header = packed[:NUM_PARTS].tolist()
+    lens = [header[0] * ROW_INTS, *header[1:]] if len(header) == NUM_PARTS else []
+    if not lens or min(lens) < 0 or len(packed) != NUM_PARTS + sum(lens):
+        raise CodecError(f"{STEP} of {len(packed)} numbers, which is not what its header says: {header}")
+    parts, begin = [], NUM_PARTS
+    for length in lens:
+        parts.append(packed[begin : begin + length])
+        begin += length
+    return StepInput(parts[0].view(ROW), *parts[1:], hidden_states=_bytes(arrays, FEED_STATES))
 
 
 def encode_drafts(drafts: DraftOutput) -> dict[str, NDArray[Any]]:
     """Outputs of `drafter`."""
-    return {"draft_token_ids": drafts.token_ids, "draft_lens": drafts.lens}
+    return {DRAFTS: np.concatenate([drafts.lens, drafts.token_ids])}
 
 
 def decode_drafts(arrays: Arrays, num_rows: int) -> DraftOutput:
     """The drafts in the inputs of `target`, which an autoregressive step leaves out."""
-    if "draft_lens" not in arrays:
+    if DRAFTS not in arrays:
         return DraftOutput.empty(num_rows)
-    return DraftOutput(_flat(arrays, "draft_token_ids"), _flat(arrays, "draft_lens"))
+    packed = arrays[DRAFTS].reshape(-1)
+    return DraftOutput(packed[num_rows:], packed[:num_rows])
 
 
 def encode_output(output: StepOutput) -> dict[str, NDArray[Any]]:
     """Outputs of `target` and `speculate`."""
-    arrays: dict[str, NDArray[Any]] = dict(
-        zip(STEP_OUTPUTS, (output.token_ids, output.lens, output.draft_lens), strict=True)
-    )
+    arrays: dict[str, NDArray[Any]] = {
+        SAMPLED: np.concatenate([output.lens, output.draft_lens, output.token_ids])
+    }
     if len(output.hidden_states):
         arrays[HIDDEN_STATES] = output.hidden_states
     return arrays
 
 
-def decode_output(arrays: Arrays) -> StepOutput:
-    """What the target sampled."""
-    token_ids, lens, draft_lens = (_flat(arrays, name) for name in STEP_OUTPUTS)
-    return StepOutput(token_ids, lens, draft_lens, _flat(arrays, HIDDEN_STATES, np.uint8))
+def decode_output(arrays: Arrays, num_rows: int) -> StepOutput:
+    """What the target sampled for so many rows."""
+    packed = arrays[SAMPLED].reshape(-1)
+    lens, draft_lens = packed[:num_rows], packed[num_rows : 2 * num_rows]
+    return StepOutput(packed[2 * num_rows :], lens, draft_lens, _bytes(arrays, HIDDEN_STATES))
 
 
 def encode_info(info: TargetInfo | DrafterModelInfo) -> dict[str, NDArray[Any]]:
-    """Answer to an empty ``rows``: one JSON text."""
-    return {"info": np.array([json.dumps(asdict(info)).encode()], dtype=object)}
+    """Answer to a step of no rows: one JSON text."""
+    return {INFO: np.array([json.dumps(asdict(info)).encode()], dtype=object)}
 
 
 def decode_target_info(arrays: Arrays) -> TargetInfo:
-    """The target's answer to an empty ``rows``."""
-    info = json.loads(arrays["info"].item())
+    """The target's answer to a step of no rows."""
+    info = json.loads(arrays[INFO].item())
     values = {"pool": PoolInfo(**info["pool"]), "eos_token_ids": tuple(info["eos_token_ids"])}
     return TargetInfo(**(info | values))
 
 
 def decode_drafter_info(arrays: Arrays) -> DrafterModelInfo:
-    """The drafter model's answer to an empty ``rows``."""
-    info = json.loads(arrays["info"].item())
+    """The drafter model's answer to a step of no rows."""
+    info = json.loads(arrays[INFO].item())
     drafters = (DrafterInfo(**(each | {"tap_ids": tuple(each["tap_ids"])})) for each in info["drafters"])
     return DrafterModelInfo(PoolInfo(**info["pool"]), tuple(drafters))
 
 
-def _flat(arrays: Arrays, name: str, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
+def _bytes(arrays: Arrays, name: str) -> NDArray[np.uint8]:
     array = arrays.get(name)
-    return np.zeros(0, dtype) if array is None else array.reshape(-1)
+    return np.zeros(0, np.uint8) if array is None else array.reshape(-1)
