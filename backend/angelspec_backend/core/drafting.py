@@ -2,7 +2,8 @@
 
 A drafter sees committed tokens when it is to draft, not before: a step without drafts costs it nothing.  A
 hidden-state drafter also needs what the target puts out while it computes them, which is in no cache and
-comes only once.  So such states wait with the sequence, and are fed without drafting when many wait.
+comes only once.  So such states wait with the sequence, also while drafts are only looked up, for which tokens
+are enough, and are fed without drafting when many wait.
 """
 
 from __future__ import annotations
@@ -86,22 +87,26 @@ class Drafting:
     ) -> tuple[int, bool]:
         """Positions to feed while the target computes num_tokens; whether the drafter can draft then.
 
-        A hidden-state drafter cannot be fed what the target only computes in this step.
+        A hidden-state drafter cannot be fed what the target only computes in this step.  While it only looks
+        up it is not fed with states at all, up to a point; then it is, instead of drafting.
         """
         missing = seq.num_computed - seq.num_fed + (0 if drafter.tap_ids else num_tokens)
         too_many = bool(drafter.tap_ids) and missing > self._config.max_waiting_states
+        if drafting and self.way is Way.LOOKUP and drafter.tap_ids and not too_many:
+            unseen = seq.num_computed - seq.num_seen
+            return unseen, unseen > 0
         num_feed = min(missing, self._budget) if drafting or too_many else 0
-        return num_feed, 0 < num_feed == missing
+        return num_feed, 0 < num_feed == missing and not (too_many and self.way is Way.LOOKUP)
 
-    def take_budget(self, num_feed: int) -> None:
-        """A row with so many positions to feed is in the step."""
-        self._budget -= num_feed
+    def take_budget(self, row: ScheduledRow) -> None:
+        """A row is in the step."""
+        self._budget -= 0 if row.lookup_only else row.num_feed
 
     # ------------------------------------------------------------------ what a step brought
 
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
-        if all(row.num_tokens == 1 and not row.catches_up for row in rows):
+        if all(row.num_tokens == 1 for row in rows):
             way = next((row.way for row in rows if row.num_draft_tokens), None)
             self._policy.observe_step(len(rows), int(output.draft_lens.sum()), seconds, way)
         for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
@@ -120,17 +125,21 @@ class Drafting:
             ValueError: they are not as many as the target was asked for.
         """
         seq, fed_before = row.seq, row.seq.num_fed
-        seq.num_fed += row.num_feed
+        num_fed = 0 if row.lookup_only else row.num_feed
+        seq.num_seen = (
+            row.num_fed + row.num_feed if row.lookup_only else max(seq.num_seen, fed_before + num_fed)
+        )
+        seq.num_fed += num_fed
         if drafter.tap_ids:
             expected = (row.num_tokens + accepted) * drafter.bytes_per_token
             if len(states) != expected:
                 raise ValueError(f"hidden_states: expected {expected} bytes for a row, got {len(states)}")
-            seq.waiting_states.drop(row.num_feed)
+            seq.waiting_states.drop(num_fed)
             # A copy: the message that brought them would live as long as the last of them.
             seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
         elif drafted and drafter.keeps_drafts:
             seq.num_fed += min(accepted, drafted - 1)
-        if row.num_feed and drafter.shares_blocks and self._config.prefix_caching:
+        if num_fed and drafter.shares_blocks and self._config.prefix_caching:
             size, end = self._config.block_size, min(seq.num_fed, len(seq.token_ids))
             for index in range(fed_before // size, end // size):
                 behind = self._token_behind(seq, drafter, index)
@@ -138,7 +147,7 @@ class Drafting:
 
     def restart(self, seq: Sequence) -> None:
         """Forget how far a sequence's drafter has come."""
-        seq.num_fed = 0
+        seq.num_fed = seq.num_seen = 0
         seq.waiting_states.clear()
 
     # ------------------------------------------------------------------ cached prefixes

@@ -52,6 +52,9 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_fed: int = 0
+    num_seen: int = (
+        0  # tokens that the drafter can look up; some of them may have to be fed with hidden states
+    )
     waiting_states: HiddenQueue = field(default_factory=HiddenQueue)
     slot: int | None = None
     num_draft_tokens: int = 0

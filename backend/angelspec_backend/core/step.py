@@ -36,9 +36,14 @@ class ScheduledRow:
         return self.drafter.tap_ids if self.drafter else ()
 
     @property
-    def catches_up(self) -> bool:
-        """Whether the drafter gets more hidden states than a decoding step brings, which takes longer."""
-        return self.num_feed > self.seq.request.num_draft_tokens + 1 and bool(self.tap_ids)
+    def lookup_only(self) -> bool:
+        """Whether a hidden-state drafter gets tokens to look up, while their hidden states go on waiting."""
+        return self.way is Way.LOOKUP and self.num_draft_tokens > 0 and bool(self.tap_ids)
+
+    @property
+    def num_fed(self) -> int:
+        """Positions that the drafter has, for what it is to do."""
+        return self.seq.num_seen if self.lookup_only else self.seq.num_fed
 
     def num_committed(self, num_sampled: int) -> int:
         """Tokens whose hidden states hold, when so many were sampled: the last one is not computed yet."""
@@ -53,11 +58,11 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
     for row in rows:
         seq, sampling, taps = row.seq, row.seq.request.sampling, row.tap_ids
         token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
-        begin = seq.num_fed + (1 if taps else 0)  # with hidden states goes the token behind them
+        begin = row.num_fed + (1 if taps else 0)  # with hidden states goes the token behind them
         feed += seq.token_ids[begin : begin + row.num_feed]
         if taps:
             tap_ids += taps
-            states += seq.waiting_states.first(row.num_feed)
+            states += [] if row.lookup_only else seq.waiting_states.first(row.num_feed)
         records.append(
             (
                 seq.slot,
@@ -65,11 +70,11 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 row.num_tokens,
                 int(row.samples),
                 seq.drafter if row.num_feed else NO_DRAFTER,
-                seq.num_fed,
+                row.num_fed,
                 row.num_feed,
                 row.num_draft_tokens,
                 row.min_chance,
-                int(row.way is Way.LOOKUP),
+                int(row.lookup_only),
                 len(seq.table),
                 sampling.top_k,
                 sampling.temperature,

@@ -23,7 +23,8 @@ class Drafter(Protocol):
 
     A hidden-state drafter (``info.tap_ids``) gets positions num_fed .. num_fed + num_feed - 1, each with the
     target's hidden states of the position and the token at the next one.  So the last token fed to a row
-    that drafts is the anchor, the newest token, at position num_fed + num_feed; drafts follow it.
+    that drafts is the anchor, the newest token, at position num_fed + num_feed; drafts follow it.  A row with
+    ``lookup_only`` brings the tokens without the states: they are fed again later, with them.
     """
 
     @property
@@ -139,7 +140,9 @@ class DrafterHost:
 
     def _hidden_bytes(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
         """Bytes of hidden states of each row.  [num_rows]"""
-        return rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+        return np.where(
+            rows["lookup_only"] == 1, 0, rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+        )
 
 
 def _select(flat: NDArray[np.uint8], lens: NDArray[np.int64], mine: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -28,6 +28,8 @@ OVERALL_FADING, OWN_FADING = 0.99, 0.95
 PROBE_INTERVAL = 64
 """Choices after which what seems worse is tried all the same: the network may have become better."""
 
+NO_DRAFTS = DraftOutput.empty(0)
+
 
 @dataclass
 class Row:
@@ -69,15 +71,25 @@ class LookupDrafter:
         """See ``Drafter.propose``."""
         known = self._feed(rows, feed_token_ids, block_table)
         names = ["num_draft_tokens", "min_chance", "lookup_only"]
-        found = [self._look_up(row, *wanted) for row, wanted in zip(known, rows[names].tolist(), strict=True)]
-        asked = rows.copy()
-        asked["num_draft_tokens"] = np.minimum(rows["num_draft_tokens"], self._most)
-        asked["num_draft_tokens"][(rows["lookup_only"] == 1) | [len(draft) > 0 for draft in found]] = 0
-        output = self._drafter.propose(asked, feed_token_ids, block_table, hidden_states)
-        drafted = [draft.tolist() for draft in split_rows(output.token_ids, output.lens)]
-        for row, count, draft in zip(known, asked["num_draft_tokens"].tolist(), drafted, strict=True):
-            row.asked, row.draft = count > 0, draft
-        drafts = [looked_up or by_network for looked_up, by_network in zip(found, drafted, strict=True)]
+        drafts = [
+            self._look_up(row, *wanted) for row, wanted in zip(known, rows[names].tolist(), strict=True)
+        ]
+        fed = rows["lookup_only"] == 0
+        asked = rows[fed]
+        asked["num_draft_tokens"] = np.minimum(asked["num_draft_tokens"], self._most)
+        asked["num_draft_tokens"][np.array([len(draft) > 0 for draft in drafts], bool)[fed]] = 0
+        feed = feed_token_ids[np.repeat(fed, rows["num_feed"])]
+        table = block_table[np.repeat(fed, rows["num_blocks"])]
+        output = self._drafter.propose(asked, feed, table, hidden_states) if len(asked) else NO_DRAFTS
+        for row in known:
+            row.asked = False
+        by_network = split_rows(output.token_ids, output.lens)
+        for index, count, draft in zip(
+            np.flatnonzero(fed).tolist(), asked["num_draft_tokens"].tolist(), by_network, strict=True
+        ):
+            if count:
+                drafts[index] = known[index].draft = draft.tolist()
+                known[index].asked = True
         lens = np.array([len(draft) for draft in drafts], np.int32)
         return DraftOutput(np.array([token for draft in drafts for token in draft], np.int32), lens)
 
@@ -85,30 +97,32 @@ class LookupDrafter:
         self, rows: NDArray[np.void], feed_token_ids: NDArray[np.int32], block_table: NDArray[np.int32]
     ) -> list[Row]:
         """Take the fed tokens in, and what they say about the drafts before."""
-        table = pad_block_table(block_table, rows["num_blocks"])
-        known = [
-            self._row(slot, fed, blocks)
-            for slot, fed, blocks in zip(rows["slot"].tolist(), rows["num_fed"].tolist(), table, strict=True)
-        ]
-        for row, feed in zip(known, split_rows(feed_token_ids, rows["num_feed"]), strict=True):
-            followed = feed.tolist()
-            if row.asked:
-                self._observe(row, followed)
-            row.text.extend(followed)
         row_of, offset = ragged(rows["num_feed"])
         block, within = np.divmod(rows["num_fed"][row_of] + offset, self._tokens.shape[1])
+        table = pad_block_table(block_table, rows["num_blocks"])
         self._tokens[table[row_of, block], within] = feed_token_ids
+        feeds = [feed.tolist() for feed in split_rows(feed_token_ids, rows["num_feed"])]
+        known = []
+        for (slot, num_fed), feed, blocks in zip(
+            rows[["slot", "num_fed"]].tolist(), feeds, table, strict=True
+        ):
+            row = self._row(slot, num_fed, feed, blocks)
+            followed = feed[len(row.text.index) - num_fed :]  # some may have been looked up before
+            if followed and row.asked:
+                self._observe(row, followed)
+            row.text.extend(followed)
+            known.append(row)
         return known
 
-    def _row(self, slot: int, num_fed: int, blocks: NDArray[np.int32]) -> Row:
+    def _row(self, slot: int, num_fed: int, feed: list[int], blocks: NDArray[np.int32]) -> Row:
         """The slot's row; a new one where another sequence has begun, which may have cached blocks."""
         row, block_size = self._rows.get(slot), self._tokens.shape[1]
-        if row is not None and len(row.text.index) == num_fed and num_fed % block_size:
+        if row is not None and num_fed <= len(row.text.index) and num_fed % block_size:
             return row  # cached blocks are whole
-        token_ids = self._tokens[blocks[: -(-num_fed // block_size)]].ravel()[:num_fed].tolist()
-        if row is None or not row.text.index.holds(token_ids):
+        before = self._tokens[blocks[: -(-num_fed // block_size)]].ravel()[:num_fed].tolist()
+        if row is None or len(row.text.index) < num_fed or not row.text.index.begins([*before, *feed]):
             row = self._rows[slot] = Row(Text(1, self._max_n, self._matches), Share(OWN_FADING))
-            row.text.extend(token_ids)
+            row.text.extend(before)
         return row
 
     def _look_up(self, row: Row, count: int, min_chance: float, alone: bool) -> list[int]:

@@ -33,9 +33,9 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def holds(self, token_ids: list[int]) -> bool:
-        """Whether its tokens are these."""
-        return self._token_ids == token_ids
+    def begins(self, token_ids: list[int]) -> bool:
+        """Whether its tokens are the first of these."""
+        return self._token_ids == token_ids[: len(self)]
 
     def extend(self, token_ids: list[int]) -> None:
         """Append tokens.  The n-grams at the very end stay out of the index, lest they find themselves."""
