@@ -10,15 +10,15 @@ from angelspec_backend.drafters.layers import LayerShape
 from angelspec_backend.drafters.spec import DrafterSpec, TargetIdentity
 from angelspec_backend.drafters.target_parts import TargetParts
 
-VOCAB, HIDDEN, DEPTH = 97, 32, 12
+VOCAB, HIDDEN, DEPTH = 97, 64, 12
 
 VARIANTS = {  # name: kind and options of the specification
     "dflash": ("dflash", {}),
     "dflash_next_token": ("dflash", {"label_shift": 1}),
     "dflash_pruned": ("dflash", {"draft_vocab_size": 40}),
     "dflare": ("dflare", {}),
-    "dfly": ("dfly", {"correction_size": 32}),
-    "dfly_folded": ("dfly", {"correction_size": 8, "draft_vocab_size": 40}),
+    "dfly": ("dfly", {"correction_size": 64}),
+    "dfly_folded": ("dfly", {"correction_size": 32, "draft_vocab_size": 40}),
     "dspark": ("dspark", {"markov_rank": 8, "confidence_head": True}),
     "dspark_next_token": ("dspark", {"markov_rank": 8, "confidence_head": True, "label_shift": 1}),
     "dspark_gated": ("dspark", {"markov_rank": 8, "markov_kind": "gated", "draft_vocab_size": 40}),
@@ -49,7 +49,7 @@ def random_block(variant: str, dtype: torch.dtype = torch.float32, qk_norm: bool
         "target": TargetIdentity("org/target", "", "1234", "no_think"),
         **options,
     }
-    shape = LayerShape(HIDDEN, 48, 4, 2, 8, 1e-6, 5e5, qk_norm)
+    shape = LayerShape(HIDDEN, 96, 4, 2, 16, 1e-6, 5e5, qk_norm)
     spec = DrafterSpec(kind, shape, num_layers=2, vocab_size=VOCAB, tap_ids=(1, 5, 8), **fields)
     network = BlockNetwork(spec, random_target(), vocab)
     for name, parameter in network.named_parameters():

@@ -13,7 +13,7 @@ from angelspec_backend.drafters.mtp import MTP
 from angelspec_backend.drafters.spec import DrafterSpec
 from angelspec_backend.drafters.target_parts import TargetParts
 
-VOCAB, HIDDEN, DEPTH = 97, 32, 12
+VOCAB, HIDDEN, DEPTH = 97, 64, 12
 
 KINDS = ("mtp", "mtp_qk_norm", "mtp_moe", "mtp_pruned", "eagle3", "eagle3_flags", "eagle3_full")
 
@@ -34,7 +34,7 @@ def random_chain(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     target, family = random_target(seed), kind.partition("_")[0]
     pruned = kind in ("mtp_pruned", "eagle3", "eagle3_flags")
     vocab = DraftVocab.of(torch.randperm(VOCAB)[:40], VOCAB) if pruned else None
-    shape = LayerShape(HIDDEN, 48, 4, 2, 8, 1e-6, 5e5, qk_norm=kind in ("mtp_qk_norm", "mtp_moe"))
+    shape = LayerShape(HIDDEN, 96, 4, 2, 16, 1e-6, 5e5, qk_norm=kind in ("mtp_qk_norm", "mtp_moe"))
     flags = kind == "eagle3_flags"
     spec = DrafterSpec(
         family,

@@ -8,6 +8,7 @@ import pytest
 import test_block_drafter
 import test_chain_drafter
 from angelspec_backend.core.messages import ROW, split_rows
+from angelspec_backend.drafters.chain_drafter import ChainModules
 from angelspec_backend.drafters.choice import Drafts
 from angelspec_backend.drafters.matches import LONGEST, Matches, Text
 from angelspec_backend.drafters.ngram import NgramDrafter
@@ -59,14 +60,15 @@ def test_network_drafters_cut_each_row_by_its_own_least_chance(tests, temperatur
     assert len(found[0][0]) == 4 > len(found[1][0])
 
 
-def test_a_chain_does_not_run_on_for_rows_that_have_ended():
+def test_a_chain_does_not_run_on_for_rows_that_have_ended(monkeypatch):
     text, states = test_chain_drafter.random_text("mtp", 0)
     case = {"slot": 0, "num_fed": 0, "num_feed": 5, "num_draft_tokens": 4, "text": text, "states": states}
-    serving, steps = test_chain_drafter.Serving("mtp"), []
-    step = serving.drafter._step
-    serving.drafter._step = lambda rows, which, *rest: (
-        steps.append(int(which.sum())) or step(rows, which, *rest)
+    steps, step = [], ChainModules._step
+    monkeypatch.setattr(
+        ChainModules, "_step", lambda self, rows, *rest: steps.append(len(rows)) or step(self, rows, *rest)
     )
+    serving = test_chain_drafter.Serving("mtp")
+    serving.drafter.can_record = False
     serving.draft([{**case, "min_chance": 1.0}, {**case, "slot": 1, "min_chance": 0.0}])
     assert steps == [2, 1, 1, 1]
 

@@ -2,8 +2,8 @@
 
 A drafter sees committed tokens when it is to draft, not before: a step without drafts costs it nothing.  A
 hidden-state drafter also needs what the target puts out while it computes them, which is in no cache and
-comes only once.  So such states wait with the sequence, also while drafts are only looked up, for which tokens
-are enough, and are fed without drafting when many wait.
+comes only once.  So such states wait with the sequence, also while drafts are only looked up, which takes the
+tokens alone, and are fed without drafting when many wait.
 """
 
 from __future__ import annotations

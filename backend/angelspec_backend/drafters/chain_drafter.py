@@ -7,6 +7,8 @@ the target's true hidden states.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,18 +16,43 @@ from torch import Tensor
 
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.chain import ChainNetwork, ChainState
-from angelspec_backend.drafters.choice import Drafts, choose_tokens
+from angelspec_backend.drafters.choice import Choice, Drafts
 from angelspec_backend.drafters.network_drafter import NetworkDrafter
 from angelspec_backend.drafters.packed import pack_network
 from angelspec_backend.drafters.paged import PagedAttend
-from angelspec_backend.engine.batch import pack
-from angelspec_backend.engine.sampler import SamplingRows
+from angelspec_backend.drafters.recorded import enlarged
+from angelspec_backend.drafters.recorded_chain import RecordedChain
+from angelspec_backend.engine.batch import pack, pad_block_table
+from angelspec_backend.engine.kv_pool import KVPool
+
+
+class ChainSteps(Protocol):
+    """What computes drafts."""
+
+    def draft(
+        self,
+        rows: NDArray[np.void],
+        token_ids: NDArray[np.int32],
+        table: NDArray[np.int32],
+        hidden_states: Tensor,
+        wanted: NDArray[np.int64],
+        confident: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Take the fed positions in, then draft.
+
+        rows: [n] of ROW, all fed; token_ids: [sum(num_feed)]; table: [n, max_blocks];
+        hidden_states: [sum(num_feed), num_taps, target_hidden]; wanted: [n] drafts of each;
+        confident: see ``choose_tokens``.
+        Returns the drafts and their confidences, [n, max(wanted)] each.
+        """
+        ...
 
 
 class ChainDrafter(NetworkDrafter[ChainNetwork]):
     """Serves one MTP or EAGLE-3 network."""
 
     _pack = staticmethod(pack_network)
+    _recorded: RecordedChain | None = None
 
     @torch.inference_mode()
     def draft(
@@ -41,49 +68,82 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
         fed = rows["num_feed"] > 0
         wanted = np.where(fed, np.minimum(rows["num_draft_tokens"], self.max_context - 1 - newest), 0).clip(0)
         drafts = Drafts.empty(wanted)
-        if not fed.any():
-            return drafts
+        if fed.any():
+            table = pad_block_table(block_table, rows["num_blocks"])[fed]
+            steps = self._steps(len(feed_token_ids), len(table), drafts.token_ids.shape[1])
+            drafts.token_ids[fed], drafts.confidence[fed] = steps.draft(
+                rows[fed], feed_token_ids, table, self._received(hidden_states), wanted[fed], confident
+            )
+        return drafts
+
+    def _steps(self, num_tokens: int, num_rows: int, num_drafts: int) -> ChainSteps:
+        """By a recorded program where that is possible, else module by module."""
+        if not self.can_record:
+            return ChainModules(self.network, self.pool, self._cos_sin)
+        needed = num_tokens, num_rows, num_drafts
+        rooms = (256, 64, 4) if self._recorded is None else self._recorded.rooms
+        if self._recorded is None or rooms != enlarged(rooms, needed):
+            self._recorded = RecordedChain(self.network, self.pool, self._cos_sin, *enlarged(rooms, needed))
+        return self._recorded
+
+
+class ChainModules:
+    """``ChainSteps`` by the modules of the network."""
+
+    def __init__(self, network: ChainNetwork, pool: KVPool, cos_sin: Tensor) -> None:
+        self._network, self._pool, self._cos_sin = network, pool, cos_sin
+
+    def draft(
+        self,
+        rows: NDArray[np.void],
+        token_ids: NDArray[np.int32],
+        table: NDArray[np.int32],
+        hidden_states: Tensor,
+        wanted: NDArray[np.int64],
+        confident: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """See ``ChainSteps``."""
+        network, shape = self._network, (len(rows), int(wanted.max()))
+        tokens, confidence = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        newest = rows["num_fed"].astype(np.int64) + rows["num_feed"]
+        choice = Choice(network.vocab, rows, newest, confident)
         batch = rows.copy()
         batch["num_computed"], batch["num_tokens"] = rows["num_fed"], rows["num_feed"]
-        batch["sample"] = wanted > 0
-        network = self.network
-        features = network.features(self._received(hidden_states))
-        state = self._step(batch, fed, feed_token_ids, block_table, features)
-        active = wanted > 0
-        for step in range(drafts.token_ids.shape[1]):
-            ones = np.ones(np.count_nonzero(active), np.int64)
-            params = SamplingRows.from_rows(rows[active], ones, newest[active] + 1 + step)
-            tokens, confidence = choose_tokens(network.logits(state.output), params, network.vocab, confident)
-            more = drafts.add(step, active, tokens, confidence, rows["min_chance"])
-            if not more.any():
+        batch["num_blocks"], batch["sample"] = table.shape[1], wanted > 0
+        state = self._step(batch, token_ids, table, network.features(hidden_states))
+        active = np.flatnonzero(wanted)
+        for step in range(shape[1]):
+            index = torch.from_numpy(active)
+            found = choice(network.logits(state.output), index, step)
+            tokens[active, step], confidence[active, step] = (each.cpu().numpy() for each in found)
+            likely = confidence[active, : step + 1].prod(1) >= choice.min_chance[active]
+            keep = np.flatnonzero((wanted[active] > step + 1) & likely)
+            if not len(keep):
                 break
-            batch["num_computed"], batch["num_tokens"], batch["sample"] = newest + step, 1, 1
-            keep = torch.from_numpy(np.flatnonzero(more[active])).to(self.device)
-            state = self._step(batch, more, drafts.token_ids[more, step], block_table, state.hidden[keep])
-            active = more
-        return drafts
+            active = active[keep]
+            batch["num_computed"], batch["num_tokens"] = newest + step, 1
+            hidden = state.hidden[torch.from_numpy(keep).to(state.hidden.device)]
+            ids = tokens[active, step].astype(np.int32)
+            state = self._step(batch[active], ids, table[active], hidden)
+        return tokens, confidence
 
     def _step(
         self,
         rows: NDArray[np.void],
-        which: NDArray[np.bool_],
         token_ids: NDArray[np.int32],
-        block_table: NDArray[np.int32],
+        table: NDArray[np.int32],
         hidden: Tensor,
     ) -> ChainState:
-        """One step for some of the rows.
+        """One step.  rows: [n] of ROW; token_ids: [sum(num_tokens)]; hidden: [sum(num_tokens), hidden].
 
-        token_ids: [sum(num_tokens)]; hidden: [sum(num_tokens), hidden].
         Returns states at the last token of each row that samples, [num_sampling, hidden].
         """
-        table = block_table[np.repeat(which, rows["num_blocks"])]
-        chosen = rows[which]
-        none = DraftOutput.empty(len(chosen))
-        batch = pack(chosen, token_ids, none, table, self.pool.block_size, self.device)
+        none = DraftOutput.empty(len(rows))
+        batch = pack(rows, token_ids, none, table.ravel(), self._pool.block_size, hidden.device)
         missing = batch.token_ids.shape[0] - hidden.shape[0]
         if missing:  # dummies
             hidden = torch.cat([hidden, hidden.new_zeros(missing, hidden.shape[1])])
-        network, attend = self.network, PagedAttend(self.pool, batch, self._cos_sin)
+        network, attend = self._network, PagedAttend(self._pool, batch, self._cos_sin)
         embeddings = network.embed(batch.token_ids, batch.positions)
         state = network.step(attend, embeddings, hidden, batch.positions)
         return ChainState(state.hidden[batch.logits_index], state.output[batch.logits_index])

@@ -16,6 +16,7 @@ from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.chain import ChainNetwork
 from angelspec_backend.drafters.choice import Drafts
 from angelspec_backend.drafters.paged import rotary_table
+from angelspec_backend.drafters.recorded import can_record
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
 from angelspec_backend.engine.linear import PackedLinear, move_to_huge_pages
 
@@ -58,6 +59,7 @@ class NetworkDrafter(ABC, Generic[Network]):
             lookahead=spec.block_size,  # a chain's drafts lie where the target puts the drafts themselves
         )
         self.network: Network = self._pack(network.requires_grad_(False).eval(), quantization)
+        self.can_record = can_record(self.network, self.dtype, shape.head_dim)
         move_to_huge_pages(each for each in self.network.modules() if isinstance(each, PackedLinear))
         layers = [LayerSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)] * spec.num_layers
         self.pool = KVPool.allocate(layers, num_blocks, block_size, self.dtype, self.device)

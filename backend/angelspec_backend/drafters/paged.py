@@ -56,28 +56,37 @@ class PagedAttend:
 
     def _rope_and_cache(self, layer: int, qkv: Tensor, num_heads: int, attention: PackedAttention) -> None:
         """Norm and rotate queries (so many heads of them) and keys in place, store keys and values."""
-        pool, batch = self._pool, self._batch
-        rope = native.RopeArgs(
-            qkv=qkv.data_ptr(),
-            key_cache=pool.keys[layer].data_ptr(),
-            value_cache=pool.values[layer].data_ptr(),
-            cos_sin=self._cos_sin.data_ptr(),
-            query_norm=None if attention.query_norm is None else attention.query_norm.data_ptr(),
-            key_norm=None if attention.key_norm is None else attention.key_norm.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slot_mapping=batch.slot_mapping.data_ptr(),
-            key_stride=pool.keys[layer].stride(0),
-            value_stride=pool.values[layer].stride(0),
-            num_tokens=qkv.shape[0],
-            num_heads=num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            rotary_dim=self._cos_sin.shape[1],
-            block_size=pool.block_size,
-            num_threads=torch.get_num_threads(),
-            eps=attention.eps,
-        )
-        native.rope_and_cache(rope, qkv.dtype)
+        batch = self._batch
+        args = rope_args(self._pool, layer, self._cos_sin, qkv, num_heads, attention)
+        args.positions, args.slot_mapping = batch.positions.data_ptr(), batch.slot_mapping.data_ptr()
+        native.rope_and_cache(args, qkv.dtype)
+
+
+def rope_args(
+    pool: KVPool, layer: int, cos_sin: Tensor, qkv: Tensor, num_heads: int, attention: PackedAttention
+) -> native.RopeArgs:
+    """What the kernel needs to norm and rotate queries and keys, all but ``positions`` and ``slot_mapping``.
+
+    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim]
+    """
+    return native.RopeArgs(
+        qkv=qkv.data_ptr(),
+        key_cache=pool.keys[layer].data_ptr(),
+        value_cache=pool.values[layer].data_ptr(),
+        cos_sin=cos_sin.data_ptr(),
+        query_norm=None if attention.query_norm is None else attention.query_norm.data_ptr(),
+        key_norm=None if attention.key_norm is None else attention.key_norm.data_ptr(),
+        key_stride=pool.keys[layer].stride(0),
+        value_stride=pool.values[layer].stride(0),
+        num_tokens=qkv.shape[0],
+        num_heads=num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=cos_sin.shape[1],
+        block_size=pool.block_size,
+        num_threads=torch.get_num_threads(),
+        eps=attention.eps,
+    )
 
 
 def rotary_table(

@@ -5,6 +5,7 @@
 #include "native_attend.h"
 #include "native_layers.h"
 #include "native_linear.h"
+#include "native_program.h"
 #include "native_rows.h"
 #include "native_sampling.h"
 
@@ -32,9 +33,10 @@ static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, i
 }
 
 template <class T>
-static void find_likeliest(const T* x, long n, int32_t* out, float* probability) {
-    *out = argmax(x, n);
-    if (probability) *probability = probability_of(load(x + *out, 1)[0], x, n);
+static void find_likeliest(const T* logits, int32_t* out, float* probability, long r, long n) {
+    const T* x = logits + r * n;
+    out[r] = argmax(x, n);
+    if (probability) probability[r] = probability_of(load(x + out[r], 1)[0], x, n);
 }
 
 extern "C" {
@@ -72,10 +74,8 @@ void angelspec_silu_and_mul(const void* gate_up, void* out, long rows, long inte
 void angelspec_argmax(const void* logits, int32_t* out, float* probability, long rows, long n, int num_threads,
                       int dtype) {
     for_each(rows, rows * n >= PARALLEL_NORM, num_threads, [=](long r) {
-        if (dtype)
-            find_likeliest((const bf16*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
-        else
-            find_likeliest((const float*)logits + r * n, n, out + r, probability ? probability + r : nullptr);
+        dtype ? find_likeliest((const bf16*)logits, out, probability, r, n)
+              : find_likeliest((const float*)logits, out, probability, r, n);
     });
 }
 
@@ -83,7 +83,7 @@ void angelspec_argmax(const void* logits, int32_t* out, float* probability, long
 void angelspec_sample(const SampleArgs* args, int dtype) {
     const SampleArgs& a = *args;
     auto sample_one = [&](long r) { a.tokens[r] = dtype ? sample<bf16>(a, r) : sample<float>(a, r); };
-    if (a.rows * a.vocab < PARALLEL_NORM) {
+    if (a.rows * a.columns < PARALLEL_NORM) {
         for (long r = 0; r < a.rows; r++) sample_one(r);
         return;
     }
@@ -98,6 +98,15 @@ void angelspec_layers(const LayersArgs* args) {
     if (amx_allowed()) return run_layers<AmxTile>(*args);
 #endif
     run_layers<FmaTile<bf16>>(*args);
+#endif
+}
+
+void angelspec_run(const Op* ops, long count, int num_threads) {
+#if defined(ANGELSPEC_LINEAR)
+#if defined(__AMX_BF16__)
+    if (amx_allowed()) return run_program<AmxTile>(ops, count, num_threads);
+#endif
+    run_program<FmaTile<bf16>>(ops, count, num_threads);
 #endif
 }
 

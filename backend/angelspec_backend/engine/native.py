@@ -23,6 +23,7 @@ from angelspec_backend.engine.native_args import (
     LayerArgs,
     LayersArgs,
     LinearArgs,
+    Op,
     RopeArgs,
     SampleArgs,
 )
@@ -124,6 +125,12 @@ def layers(args: LayersArgs) -> None:
     _library().angelspec_layers(args)
 
 
+def run(ops: ctypes.Array[Op], begin: int, end: int) -> None:
+    """The operations [begin, end), see ``program.Program``, which records them."""
+    first = ctypes.addressof(ops) + begin * ctypes.sizeof(Op)
+    _library().angelspec_run(first, end - begin, torch.get_num_threads())
+
+
 def sample(args: SampleArgs, dtype: torch.dtype) -> None:
     """See ``sampler.sample_natively``, which fills in the arguments."""
     _library().angelspec_sample(args, _DTYPES[dtype])
@@ -168,6 +175,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "rms_norm": [_pointer, _pointer, _pointer, _pointer, _long, _long, _float, _int, _int],
         "argmax": [_pointer, _pointer, _pointer, _long, _long, _int, _int],
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
+        "run": [_pointer, _long, _int],
         "sample": [ctypes.POINTER(SampleArgs), _int],
         "layers": [ctypes.POINTER(LayersArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],

@@ -15,7 +15,8 @@ class AttentionArgs(ctypes.Structure):
         *[(name, _pointer) for name in ("query_start", "context_lens", "block_table", "sinks")],
         *[(name, _long) for name in ("query_stride", "key_stride", "value_stride")],
         *[(name, _int) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")],
-        *[(name, _int) for name in ("key_dim", "value_dim", "block_size", "sliding_window", "num_threads")],
+        *[(name, _int) for name in ("key_dim", "value_dim", "block_size", "sliding_window")],
+        *[(name, _int) for name in ("bidirectional", "num_threads")],
         *[(name, _float) for name in ("scale", "softcap")],
     )
 
@@ -50,9 +51,9 @@ class SampleArgs(ctypes.Structure):
     """Mirrors SampleArgs in native_sampling.h."""
 
     _fields_ = (
-        *[(name, _pointer) for name in ("logits", "seed", "position", "temperature", "top_k", "top_p")],
-        *[(name, _pointer) for name in ("min_p", "tokens")],
-        *[(name, _long) for name in ("rows", "vocab")],
+        *[(name, _pointer) for name in ("logits", "token_of", "class_of", "seed", "position")],
+        *[(name, _pointer) for name in ("temperature", "top_k", "top_p", "min_p", "tokens")],
+        *[(name, _long) for name in ("rows", "columns", "vocab")],
         ("num_threads", _int),
     )
 
@@ -81,3 +82,36 @@ class LayersArgs(ctypes.Structure):
         ("num_threads", _int),
         ("eps", _float),
     )
+
+
+class Op(ctypes.Structure):
+    """Mirrors Op in native_program.h, as the classes below mirror the arguments of its kinds."""
+
+    _fields_ = (("kind", _long), ("rows", _pointer), ("args", _pointer))
+
+
+class RowsArgs(ctypes.Structure):
+    _fields_ = (
+        *[(name, _pointer) for name in ("x", "index", "nonzero", "residual", "weight", "out")],
+        *[(name, _long) for name in ("x_stride", "out_stride", "n")],
+        ("eps", _float),
+    )
+
+
+class MixArgs(ctypes.Structure):
+    _fields_ = (
+        *[(name, _pointer) for name in ("x", "weight", "out")],
+        *[(name, _long) for name in ("count", "n")],
+    )
+
+
+class SiluArgs(ctypes.Structure):
+    _fields_ = (("gate_up", _pointer), ("out", _pointer), ("inter", _long))
+
+
+class ArgmaxArgs(ctypes.Structure):
+    _fields_ = (*[(name, _pointer) for name in ("logits", "names", "out", "probability")], ("n", _long))
+
+
+class CutArgs(ctypes.Structure):
+    _fields_ = tuple((name, _pointer) for name in ("probability", "before", "product", "least", "next"))

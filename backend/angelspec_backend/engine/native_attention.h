@@ -21,6 +21,7 @@ struct AttentionArgs {  // mirrored by native_args.AttentionArgs
     int64_t key_stride, value_stride;  // elements between two blocks of a cache; a block is dense
     int32_t num_tokens, num_rows, max_blocks, num_heads, num_kv_heads, key_dim, value_dim, block_size;
     int32_t sliding_window;  // positions a query sees, itself included; 0: all
+    int32_t bidirectional;   // not 0: every query of a row sees what one at position context_lens sees
     int32_t num_threads;
     float scale, softcap;
 };
@@ -50,7 +51,9 @@ struct Attention {
     explicit Attention(const AttentionArgs& a)
         : args(a), group(a.num_heads / a.num_kv_heads), width((a.value_dim + LANES - 1) / LANES * LANES) {}
 
-    int position(const Task& t, int i) const { return args.context_lens[t.row] + (t.first + i) / group; }
+    int position(const Task& t, int i) const {  // the last that the query sees
+        return args.context_lens[t.row] + (args.bidirectional ? 0 : (t.first + i) / group);
+    }
     int head(const Task& t, int h, int i) const { return (t.kv_head + h) * group + (t.first + i) % group; }
     long token(const Task& t, int i) const { return args.query_start[t.row] + (t.first + i) / group; }
     int oldest(int position) const {  // the first position that this one sees

@@ -18,8 +18,10 @@ SOURCES = (
     "native_heads.h",
     "native_layers.h",
     "native_linear.h",
+    "native_program.h",
     "native_rows.h",
     "native_sampling.h",
+    "native_tails.h",
     "native_tile.h",
     "native_simd.h",
 )

@@ -22,7 +22,7 @@ static void for_each(long n, bool parallel, int num_threads, Body body) {
 }
 
 template <class T>
-static void rms_norm_row(T* x, T* residual, const T* weight, T* out, long n, float eps) {
+static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long n, float eps) {
     f32v squares = {};
     for (long i = 0; i < n; i += LANES) {
         f32v v = load(x + i, n - i);
