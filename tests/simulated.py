@@ -135,9 +135,12 @@ class SimulatedStateDrafter:
         start, count = int(row["num_fed"]), len(feed)
         assert count == int(row["num_feed"]) > 0
         assert start + count <= int(row["num_computed"]), "ahead of the target"
+        if row["lookup_only"]:
+            return self._seen(row, feed, table, states)
         pieces = states.reshape(count, len(self.info.tap_ids), HIDDEN_BYTES)
         for position, piece, token in zip(range(start, start + count), pieces, feed, strict=True):
             self._write(table, position, ([state.tobytes() for state in piece], token))
+            self.seen[table[position // self.block_size], position % self.block_size] = token
         context: list[int] = []
         for position in range(start + count):
             kept, token = self._read(table, position)
@@ -153,6 +156,18 @@ class SimulatedStateDrafter:
                 self._write(table, position, ([b"scribble"], -1))
         return context
 
+    def _seen(self, row: np.void, feed: list[int], table: list[int], states: np.ndarray) -> list[int]:
+        """All tokens but the first, which no drafter of its kind gets, after a feed without states."""
+        assert self.info.looks_up
+        assert len(states) == 0
+        start = int(row["num_fed"])
+        for position, token in enumerate(feed, start):
+            self.seen[table[position // self.block_size], position % self.block_size] = token
+        return [
+            self.seen[table[position // self.block_size], position % self.block_size]
+            for position in range(start + len(feed))
+        ]
+
     def keep(self, row: np.void, table: list[int], context: list[int]) -> None:
         """It keeps no drafts."""
         raise AssertionError("drafts have no hidden states")
@@ -160,6 +175,7 @@ class SimulatedStateDrafter:
     def forget(self) -> None:
         """Lose all context, as a process does that is started again."""
         self.slots: dict[tuple[int, int], tuple[list[bytes], int]] = {}
+        self.seen: dict[tuple[int, int], int] = {}  # the token behind each position, with a state or without
 
     def _write(self, table: list[int], position: int, entry: tuple[list[bytes], int]) -> None:
         self.slots[table[position // self.block_size], position % self.block_size] = entry
@@ -183,17 +199,23 @@ class SimulatedDrafters:
         feeds = split_rows(step.feed_token_ids, rows["num_feed"])
         tables = split_rows(step.block_table, rows["num_blocks"])
         widths = np.array([*(each.info.bytes_per_token for each in self.drafters), 0])
-        states = split_rows(step.hidden_states, widths[rows["drafter"]] * rows["num_feed"])
+        fed = np.where(rows["lookup_only"] == 1, 0, rows["num_feed"])
+        states = split_rows(step.hidden_states, widths[rows["drafter"]] * fed)
         assert sum(map(len, states)) == len(step.hidden_states)
         self._check_no_shared_writes(rows, tables)
-        for row, feed, table, state in zip(rows, feeds, tables, states, strict=True):
+        known = split_rows(step.token_ids, rows["num_tokens"])
+        for row, feed, table, state, newest in zip(rows, feeds, tables, states, known, strict=True):
             draft: list[int] = []
             if row["drafter"] == NO_DRAFTER:
                 assert row["num_draft_tokens"] == 0
             else:
                 drafter = self.drafters[row["drafter"]]
                 context = drafter.feed(row, feed.tolist(), table.tolist(), state)
-                draft = self._draft(context, row)
+                if row["lookup_only"]:
+                    assert context[-1] == newest[-1], "not the row's own tokens"
+                    draft = self._guess(row)
+                else:
+                    draft = self._draft(context, row)
                 if drafter.info.keeps_drafts:
                     drafter.keep(row, table.tolist(), context + draft[:-1])
             flat += draft
@@ -212,6 +234,11 @@ class SimulatedDrafters:
             wrong = self.random.random() < self.error_rate
             draft.append(int(self.random.integers(VOCAB)) if wrong else token)
         return draft
+
+    def _guess(self, row: np.void) -> list[int]:
+        """Drafts of a row that only looks up: without the first token it cannot know what follows."""
+        count = int(row["num_draft_tokens"]) if self.error_rate else 0
+        return self.random.integers(VOCAB, size=count).tolist()
 
     def _check_no_shared_writes(self, rows: np.ndarray, tables: list[np.ndarray]) -> None:
         """A block that a hidden-state drafter writes is in no other of its rows."""

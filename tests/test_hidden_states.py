@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from angelspec_backend.core.draft_policy import Choice
+from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.loop import Recovered
 from angelspec_backend.core.messages import StepInput
@@ -83,6 +85,25 @@ def test_every_chunk_of_a_prompt_reaches_the_drafter_even_if_nothing_is_drafted_
     assert harness.steps[5].rows["num_draft_tokens"].tolist() == [2]
 
 
+def test_states_wait_while_drafts_are_only_looked_up_and_are_fed_in_bulk():
+    harness = Watched(drafters=(replace(STATES, looks_up=True),), max_waiting_states=12, adaptive_drafts=True)
+    policy = harness.loop.scheduler._drafting._policy
+    policy.choose = lambda options: Choice(Way.LOOKUP, options[0].limits, 0.0, 0.0)
+    harness.generate(0, [1, 2, 3], drafts=2, count=30)
+    bulk = []
+    for step in harness.steps[1:]:
+        [row] = step.rows
+        if row["lookup_only"]:
+            assert len(step.hidden_states) == 0
+            assert row["num_fed"] + row["num_feed"] == row["num_computed"]  # every token, once
+        elif row["num_feed"]:
+            assert row["num_draft_tokens"] == 0
+            assert len(step.hidden_states) == row["num_feed"] * 3 * HIDDEN_BYTES
+            bulk.append(int(row["num_feed"]))
+    assert bulk
+    assert all(12 < count <= 15 for count in bulk)
+
+
 def test_a_drafter_far_behind_catches_up_in_pieces_and_drafts_then():
     harness = Watched(max_batch_tokens=8, max_num_seqs=2, max_waiting_states=100)
     harness.generate(0, list(range(30)))
@@ -149,15 +170,6 @@ def test_a_drafter_that_comes_back_is_fed_from_the_start():
 def test_near_the_end_of_the_context_there_is_room_for_what_the_drafter_writes_behind_it():
     harness = Watched(drafters=(replace(STATES, lookahead=16),), num_blocks=40)
     harness.generate(0, list(range(30)), drafts=4, count=30)  # up to the context's last token
-
-
-def test_steps_that_catch_up_are_not_measured():
-    harness = Watched(error_rate=0.0)
-    seen = []
-    policy = harness.loop.scheduler._drafting._policy
-    policy.observe_step = lambda count, seconds, way: seen.append(count)
-    harness.generate(0, list(range(20)), count=13)
-    assert seen == [4, 4]  # not the prompt, nor the first step with drafts, in which it was fed
 
 
 @pytest.mark.parametrize("change", [lambda states: states[:0], lambda states: states[:-1]])

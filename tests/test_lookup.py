@@ -51,7 +51,8 @@ class Sequences:
             row["lookup_only"] = self.lookup_only
         feed = np.concatenate([np.array(case[2][case[1] + 1 :], np.int32) for case in cases])
         table = np.concatenate([np.array(case[3], np.int32) for case in cases])
-        output = self.drafter.propose(rows, feed, table, np.zeros(len(feed), np.uint8))
+        states = np.zeros(0 if self.lookup_only else len(feed), np.uint8)
+        output = self.drafter.propose(rows, feed, table, states)
         return [draft.tolist() for draft in split_rows(output.token_ids, output.lens)]
 
 
@@ -73,35 +74,38 @@ def test_the_network_is_asked_for_no_more_than_it_was_trained_for():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_are_those_of_a_search_through_the_text_whoever_had_the_slot_and_the_blocks(seed):
-    """Sequences come, go on, and go; some begin with blocks that others have filled."""
+    """Sequences come, go on, and go; some begin with blocks that others have filled.  In some steps they only
+    look up, and the network is fed later what it has not got then."""
     rng = np.random.default_rng(seed)
     sequences = Sequences()
-    live: dict[int, tuple[list[int], list[int], int]] = {}  # slot -> text, blocks, positions fed
+    live: dict[int, tuple[list[int], list[int], int, int]] = {}  # slot -> text, blocks, positions fed, seen
     looked_up = 0
     for _ in range(300):
         slot = int(rng.integers(3))
         if slot not in live or rng.random() < 0.05:
-            text, blocks, fed = [0], [], 0
-            parent, kept, _ = live.get(int(rng.integers(3)), ([0], [], 0))
-            if shared := int(rng.integers(0, (len(parent) - 1) // BLOCK_SIZE + 1)):
-                fed = shared * BLOCK_SIZE
+            text, blocks, fed, seen = [0], [], 0, 0
+            parent, kept, parent_fed, _ = live.get(int(rng.integers(3)), ([0], [], 0, 0))
+            if shared := int(rng.integers(0, parent_fed // BLOCK_SIZE + 1)):
+                fed = seen = shared * BLOCK_SIZE
                 text, blocks = parent[: fed + 1], kept[:shared]
-            used = {block for _, others, _ in live.values() for block in others}
+            used = {block for _, others, _, _ in live.values() for block in others}
             free = [block for block in range(1, NUM_BLOCKS) if block not in {*used, *blocks}]
             blocks = [*blocks, *rng.choice(free, 20 - len(blocks), replace=False).tolist()]
         else:
-            text, blocks, fed = live[slot]
+            text, blocks, fed, seen = live[slot]
         if len(text) > 60:
             del live[slot]
             continue
         text = [*text, *rng.integers(0, 4, rng.integers(1, 5)).tolist()]
         count = int(rng.integers(0, 5))
-        [draft] = sequences.step((slot, fed, text, blocks, count))
+        sequences.lookup_only = bool(rng.integers(2))
+        [draft] = sequences.step((slot, seen if sequences.lookup_only else fed, text, blocks, count))
         expected = brute_force(text[1:], 1, MAX_N, count)
         if draft != [WRONG] * count:
             assert draft == expected
             looked_up += 1
-        live[slot] = text, blocks, len(text) - 1
+        seen = len(text) - 1
+        live[slot] = text, blocks, fed if sequences.lookup_only else seen, seen
     assert looked_up > 100
 
 

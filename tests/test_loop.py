@@ -22,6 +22,7 @@ KINDS = (
     DrafterInfo("by blocks, with its drafts", keeps_drafts=True, shares_blocks=True),
     STATES,
     DrafterInfo("one state", False, True, tap_ids=(2,), hidden_bytes=HIDDEN_BYTES),
+    replace(STATES, looks_up=True),
 )
 some_drafters = st.sampled_from([*((kind,) for kind in KINDS), KINDS, (STATES, KINDS[0])])
 prompts = st.one_of(

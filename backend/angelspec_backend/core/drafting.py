@@ -2,7 +2,8 @@
 
 A drafter sees committed tokens when it is to draft, not before: a step without drafts costs it nothing.  A
 hidden-state drafter also needs what the target puts out while it computes them, which is in no cache and
-comes only once.  So such states wait with the sequence, and are fed without drafting when many wait.
+comes only once.  So such states wait with the sequence, also while drafts are only looked up, which takes the
+tokens alone, and are fed without drafting when many wait.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy, Option, Way
+from angelspec_backend.core.draft_policy import DraftPolicy, Option
+from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
 from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
@@ -32,6 +34,7 @@ class Drafting:
         self._policy = DraftPolicy(len(config.drafters))
         self._budget = 0  # positions that may still be fed in the step being planned
         self.way = Way.NETWORK  # how drafts are made in the step being planned
+        self.min_chance = 0.0  # of being accepted that draft tokens must have in it
 
     @property
     def times(self) -> StepTimes:
@@ -50,18 +53,18 @@ class Drafting:
     # ------------------------------------------------------------------ planning a step
 
     def begin_step(self, decoding: list[Sequence]) -> list[int]:
-        """Drafts wanted for each decoding sequence: what its request allows, or what pays."""
+        """The longest draft wanted for each decoding sequence: what its request allows, or what pays."""
         # A drafter that is far behind catches up in pieces, not in one endless step.
         self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
         limits = [
             min(seq.request.num_draft_tokens, seq.num_wanted - 1) if seq.drafter in self.alive else 0
             for seq in decoding
         ]
-        self.way = Way.NETWORK
+        self.way, self.min_chance = Way.NETWORK, 0.0
         if not self._config.adaptive_drafts or not any(limits):
             return limits
         chosen = self._policy.choose([self._option(way, decoding, limits) for way in self._ways(decoding)])
-        self.way = chosen.way
+        self.way, self.min_chance = chosen.way, chosen.min_chance
         return chosen.lengths.tolist()
 
     def _ways(self, decoding: list[Sequence]) -> list[Way]:
@@ -72,40 +75,44 @@ class Drafting:
 
     def _option(self, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
         """What one way promises to these sequences."""
-        right, found, longest = np.zeros(len(limits)), np.zeros(len(limits)), np.zeros(len(limits), np.int64)
+        drafted, accepted, longest = np.zeros((3, len(limits)))
         for row, (seq, limit) in enumerate(zip(decoding, limits, strict=True)):
             if limit and (way is Way.NETWORK or self._config.drafters[seq.drafter].looks_up):
-                right[row], found[row] = self._policy.chances(seq.drafter, way, seq.records)
                 longest[row] = limit
-        return Option(way, right, found, longest)
+                drafted[row], accepted[row] = self._policy.expected(seq.drafter, way, seq.records)
+        return Option(way, drafted, accepted, longest.astype(np.int64))
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
     ) -> tuple[int, bool]:
         """Positions to feed while the target computes num_tokens; whether the drafter can draft then.
 
-        A hidden-state drafter cannot be fed what the target only computes in this step.
+        A hidden-state drafter cannot be fed what the target only computes in this step.  While it only looks
+        up it is not fed with states at all, up to a point; then it is, instead of drafting.
         """
         missing = seq.num_computed - seq.num_fed + (0 if drafter.tap_ids else num_tokens)
         too_many = bool(drafter.tap_ids) and missing > self._config.max_waiting_states
+        if drafting and self.way is Way.LOOKUP and drafter.tap_ids and not too_many:
+            unseen = seq.num_computed - seq.num_seen
+            return unseen, unseen > 0
         num_feed = min(missing, self._budget) if drafting or too_many else 0
-        return num_feed, 0 < num_feed == missing
+        return num_feed, 0 < num_feed == missing and not (too_many and self.way is Way.LOOKUP)
 
-    def take_budget(self, num_feed: int) -> None:
-        """A row with so many positions to feed is in the step."""
-        self._budget -= num_feed
+    def take_budget(self, row: ScheduledRow) -> None:
+        """A row is in the step."""
+        self._budget -= 0 if row.lookup_only else row.num_feed
 
     # ------------------------------------------------------------------ what a step brought
 
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
-        if all(row.num_tokens == 1 and not row.catches_up for row in rows):
+        if all(row.num_tokens == 1 for row in rows):
             way = next((row.way for row in rows if row.num_draft_tokens), None)
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds, way)
+            self._policy.observe_step(len(rows), int(output.draft_lens.sum()), seconds, way)
         for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
             if row.num_draft_tokens:
-                fared = row.num_draft_tokens, drafted, max(sampled - 1, 0)
-                self._policy.observe_draft(row.seq.drafter, row.way, row.seq.records, *fared)
+                seq, fared = row.seq, (row.min_chance, drafted, max(sampled - 1, 0))
+                self._policy.observe_draft(seq.drafter, row.way, seq.records, *fared)
 
     def advance(
         self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]
@@ -118,17 +125,21 @@ class Drafting:
             ValueError: they are not as many as the target was asked for.
         """
         seq, fed_before = row.seq, row.seq.num_fed
-        seq.num_fed += row.num_feed
+        num_fed = 0 if row.lookup_only else row.num_feed
+        seq.num_seen = (
+            row.num_fed + row.num_feed if row.lookup_only else max(seq.num_seen, fed_before + num_fed)
+        )
+        seq.num_fed += num_fed
         if drafter.tap_ids:
             expected = (row.num_tokens + accepted) * drafter.bytes_per_token
             if len(states) != expected:
                 raise ValueError(f"hidden_states: expected {expected} bytes for a row, got {len(states)}")
-            seq.waiting_states.drop(row.num_feed)
+            seq.waiting_states.drop(num_fed)
             # A copy: the message that brought them would live as long as the last of them.
             seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
         elif drafted and drafter.keeps_drafts:
             seq.num_fed += min(accepted, drafted - 1)
-        if row.num_feed and drafter.shares_blocks and self._config.prefix_caching:
+        if num_fed and drafter.shares_blocks and self._config.prefix_caching:
             size, end = self._config.block_size, min(seq.num_fed, len(seq.token_ids))
             for index in range(fed_before // size, end // size):
                 behind = self._token_behind(seq, drafter, index)
@@ -136,7 +147,7 @@ class Drafting:
 
     def restart(self, seq: Sequence) -> None:
         """Forget how far a sequence's drafter has come."""
-        seq.num_fed = 0
+        seq.num_fed = seq.num_seen = 0
         seq.waiting_states.clear()
 
     # ------------------------------------------------------------------ cached prefixes

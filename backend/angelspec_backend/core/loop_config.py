@@ -79,7 +79,7 @@ class LoopConfig:
     adaptive_drafts: bool = True  # shorten drafts that would cost more time than they save
     max_slowdown: float = 2.6  # of steps that decode, by the prompt chunks computed in them
     prefix_caching: bool = True  # do not compute again what another sequence began with
-    max_waiting_states: int = 128  # positions of a sequence whose hidden states may wait for drafting
+    max_waiting_states: int = 512  # positions of a sequence whose hidden states may wait for drafting
 
     def __post_init__(self) -> None:
         pool = (self.num_blocks - 1) * self.block_size

@@ -31,7 +31,8 @@ ROW = np.dtype(
         ("num_fed", "<i4"),  # tokens the drafter has already seen
         ("num_feed", "<i4"),  # tokens fed to the drafter in this step, >= 0
         ("num_draft_tokens", "<i4"),  # at most so many draft tokens are wanted, >= 0
-        ("lookup_only", "<i4"),  # 1: only those that need no network
+        ("min_chance", "<f4"),  # no draft token is wanted that is less likely to be accepted; 0: off
+        ("lookup_only", "<i4"),  # 1: only those that need no network, which is fed nothing then
         ("num_blocks", "<i4"),  # entries of this row in block_table
         ("top_k", "<i4"),  # 0: off
         ("temperature", "<f4"),  # 0: greedy
@@ -65,7 +66,8 @@ class StepInput:
     feed_token_ids: NDArray[np.int32]  # [sum(num_feed)] committed tokens new to the drafter
     block_table: NDArray[np.int32]  # [sum(num_blocks)] block ids, shared by target and drafter
     tap_ids: NDArray[np.int32] = field(default_factory=_no_ids)  # [sum(num_taps)], ascending within a row
-    # For the drafter: per row [num_feed, taps of the row's drafter, hidden], nothing where it has no taps.
+    # For the drafter: per row [num_feed, taps of the row's drafter, hidden], nothing where it has no taps or
+    # only looks up: tokens that were fed so are fed again, with their states, before the network drafts.
     hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
 
     @property

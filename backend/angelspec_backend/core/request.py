@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
-from angelspec_backend.core.draft_policy import Record, new_records
+from angelspec_backend.core.draft_records import Record, new_records
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest
@@ -52,6 +52,9 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_fed: int = 0
+    num_seen: int = (
+        0  # tokens that the drafter can look up; some of them may have to be fed with hidden states
+    )
     waiting_states: HiddenQueue = field(default_factory=HiddenQueue)
     slot: int | None = None
     num_draft_tokens: int = 0

@@ -187,8 +187,10 @@ class Scheduler:
             if victim is seq:
                 return None
         self._budget -= num_tokens + drafts
-        self._drafting.take_budget(num_feed)
-        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter, self._drafting.way)
+        how = self._drafting.way, self._drafting.min_chance
+        row = ScheduledRow(seq, num_tokens, num_feed, drafts, drafter, *how)
+        self._drafting.take_budget(row)
+        return row
 
     def _admit(self, seq: Sequence) -> bool:
         """Start the first waiting sequence if a slot is free and its known tokens fit beside the others."""
@@ -201,7 +203,7 @@ class Scheduler:
         self.running.append(seq)
         seq.num_computed = len(prefix) * self.config.block_size
         self.num_cached_tokens += seq.num_computed
-        seq.num_fed = num_fed * self.config.block_size
+        seq.num_fed = seq.num_seen = num_fed * self.config.block_size
         return True
 
     def _advance(self, row: ScheduledRow, accepted: int, drafted: int, states: NDArray[np.uint8]) -> None:

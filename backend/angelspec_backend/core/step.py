@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from angelspec_backend.core.draft_policy import Way
+from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput
 from angelspec_backend.core.request import Sequence
@@ -23,6 +23,7 @@ class ScheduledRow:
     num_draft_tokens: int  # drafts wanted
     drafter: DrafterInfo | None = None  # None: nothing is drafted or fed
     way: Way = Way.NETWORK  # in which drafts are made
+    min_chance: float = 0.0  # of being accepted that a draft token must have
 
     @property
     def samples(self) -> bool:
@@ -35,9 +36,14 @@ class ScheduledRow:
         return self.drafter.tap_ids if self.drafter else ()
 
     @property
-    def catches_up(self) -> bool:
-        """Whether the drafter gets more hidden states than a decoding step brings, which takes longer."""
-        return self.num_feed > self.seq.request.num_draft_tokens + 1 and bool(self.tap_ids)
+    def lookup_only(self) -> bool:
+        """Whether a hidden-state drafter gets tokens to look up, while their hidden states go on waiting."""
+        return self.way is Way.LOOKUP and self.num_draft_tokens > 0 and bool(self.tap_ids)
+
+    @property
+    def num_fed(self) -> int:
+        """Positions that the drafter has, for what it is to do."""
+        return self.seq.num_seen if self.lookup_only else self.seq.num_fed
 
     def num_committed(self, num_sampled: int) -> int:
         """Tokens whose hidden states hold, when so many were sampled: the last one is not computed yet."""
@@ -52,11 +58,11 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
     for row in rows:
         seq, sampling, taps = row.seq, row.seq.request.sampling, row.tap_ids
         token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
-        begin = seq.num_fed + (1 if taps else 0)  # with hidden states goes the token behind them
+        begin = row.num_fed + (1 if taps else 0)  # with hidden states goes the token behind them
         feed += seq.token_ids[begin : begin + row.num_feed]
         if taps:
             tap_ids += taps
-            states += seq.waiting_states.first(row.num_feed)
+            states += [] if row.lookup_only else seq.waiting_states.first(row.num_feed)
         records.append(
             (
                 seq.slot,
@@ -64,10 +70,11 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 row.num_tokens,
                 int(row.samples),
                 seq.drafter if row.num_feed else NO_DRAFTER,
-                seq.num_fed,
+                row.num_fed,
                 row.num_feed,
                 row.num_draft_tokens,
-                int(row.way is Way.LOOKUP),
+                row.min_chance,
+                int(row.lookup_only),
                 len(seq.table),
                 sampling.top_k,
                 sampling.temperature,

@@ -24,7 +24,8 @@ class Drafter(Protocol):
 
     A hidden-state drafter (``info.tap_ids``) gets positions num_fed .. num_fed + num_feed - 1, each with the
     target's hidden states of the position and the token at the next one.  So the last token fed to a row
-    that drafts is the anchor, the newest token, at position num_fed + num_feed; drafts follow it.
+    that drafts is the anchor, the newest token, at position num_fed + num_feed; drafts follow it.  A row with
+    ``lookup_only`` brings the tokens without the states: they are fed again later, with them.
     """
 
     @property
@@ -141,7 +142,8 @@ class DrafterHost:
             have, want = len(getattr(step, flat_name)), ranges.total(lens_name)
             if have != want:
                 raise ValueError(f"{flat_name}: expected {want} entries (the sum of {lens_name}), got {have}")
-        hidden_lens: NDArray[np.int64] = rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+        fed = np.where(rows["lookup_only"] == 1, 0, rows["num_feed"])
+        hidden_lens: NDArray[np.int64] = fed * self._bytes_per_token[rows["drafter"]]
         have, want = len(step.hidden_states), int(hidden_lens.sum())
         if have != want:
             raise ValueError(f"hidden_states: expected {want} bytes for the fed tokens, got {have}")

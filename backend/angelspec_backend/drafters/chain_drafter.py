@@ -116,14 +116,15 @@ class ChainModules:
             index = torch.from_numpy(active)
             found = choice(network.logits(state.output), index, step)
             tokens[active, step], confidence[active, step] = (each.cpu().numpy() for each in found)
-            keep = np.flatnonzero(wanted[active] > step + 1)
-            if len(keep):
-                active = active[keep]
-                batch["num_computed"], batch["num_tokens"] = newest + step, 1
-                hidden = state.hidden[torch.from_numpy(keep).to(state.hidden.device)]
-                state = self._step(
-                    batch[active], tokens[active, step].astype(np.int32), table[active], hidden
-                )
+            likely = confidence[active, : step + 1].prod(1) >= choice.min_chance[active]
+            keep = np.flatnonzero((wanted[active] > step + 1) & likely)
+            if not len(keep):
+                break
+            active = active[keep]
+            batch["num_computed"], batch["num_tokens"] = newest + step, 1
+            hidden = state.hidden[torch.from_numpy(keep).to(state.hidden.device)]
+            ids = tokens[active, step].astype(np.int32)
+            state = self._step(batch[active], ids, table[active], hidden)
         return tokens, confidence
 
     def _step(
