@@ -133,6 +133,7 @@ class _NativeStep:
         layer, num_tokens = decoder.layers[0], len(batch.token_ids)
         sizes = {
             "qkv": layer.qkv.out_features,
+            "gate_up": layer.gate_up.out_features,
             "normed": layer.qkv.in_features,
             "attended": layer.attention_out.in_features,
             "activated": layer.down.in_features,

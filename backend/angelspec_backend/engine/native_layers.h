@@ -25,7 +25,7 @@ struct LayersArgs {  // mirrored by native_args.LayersArgs
     AttentionArgs attention;  // all but query, out, the caches and sliding_window
     RopeArgs rope;            // all but qkv, the caches and norms
     bf16 *hidden, *delta;     // [num_tokens, hidden_size] the residual stream, and what is still to be added to it
-    bf16 *qkv;                            // [num_tokens, query, key and value heads] scratch
+    bf16 *qkv, *gate_up;  // scratch: [num_tokens, query, key and value heads], [num_tokens, 2 * inter]
     bf16 *normed, *attended, *activated;  // scratch, the inputs of linear layers in the order of tiles
     double* seconds;                      // [2] in linear layers and attention, added up; or null
     int64_t num_layers, num_tokens, hidden_size, attended_size, inter;
@@ -63,7 +63,7 @@ struct LayersInTeam {
     const Rows<bf16> attended = Rows<bf16>::tiled(args.attended, args.attended_size);
     const Rows<bf16> activated = Rows<bf16>::tiled(args.activated, args.inter);
 
-    const bool own_rows = by_rows(args.num_tokens, args.num_threads);  // every thread keeps to its rows between attentions
+    const bool own_rows = by_rows(args.num_tokens, omp_get_num_threads());  // threads keep to them between attentions
 
     template <class Body>
     void each_token(Body body) const {
@@ -107,7 +107,13 @@ struct LayersInTeam {
         attention(layer, arguments, plan);
         product(layer.attention_out, attended, args.delta);
         norm(layer.post_norm);
-        product(layer.gate_up, normed, nullptr, &activated);
+        if (args.num_tokens > ROWS) {
+            product(layer.gate_up, normed, nullptr, &activated);
+        } else {  // few rows: what counts is that the weights are read in order
+            product(layer.gate_up, normed, args.gate_up);
+            in_team(args.num_tokens * parts(args.inter),
+                    [&](long i) { silu_and_mul(args.gate_up, activated, args.inter, i); });
+        }
         product(layer.down, activated, args.delta);
     }
 };

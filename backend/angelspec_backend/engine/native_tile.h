@@ -173,7 +173,9 @@ static inline void softmax_tile(float* scores, const Visible* visible, int group
                                 float* best, float* total, float* decay, Put put) {
     if (softcap > 0) cap_scores<N>(scores, groups, scale, softcap);
     const f32v factor = splat(softcap > 0 ? 1 : scale * LOG2E);
-    if (visible)
+    bool whole = true;
+    for (int q = 0; q < N && visible; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
+    if (!whole)
         weigh_tile<N, false>(scores, visible, groups, factor, best, total, decay, put);
     else
         weigh_tile<N, true>(scores, visible, groups, factor, best, total, decay, put);
