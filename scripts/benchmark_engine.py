@@ -140,7 +140,11 @@ def measure(
 
 
 def measure_prefill(engine: TargetEngine, target: str, repeats: int) -> dict[str, Any]:
-    """A prompt of PREFILL_TOKENS in the server's chunks, against the rate of its matrix products alone."""
+    """A prompt of PREFILL_TOKENS in the server's chunks, against the rate of its matrix products alone.
+
+    The rate of the prompt counts what attention multiplies too, the causal half of scores and values, as the
+    usual model FLOP utilisation does.
+    """
     model = engine.runner.network
     assert isinstance(model, FusedLlama)
     texts = TextRows(engine, target, 1, PREFILL_TOKENS, 1)

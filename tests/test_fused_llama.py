@@ -274,3 +274,33 @@ def test_the_default_target_gives_the_same_bits_as_one_block_in_pieces_and_among
     for start, end in itertools.pairwise(cuts):
         mates = [(text, 0, 1 + text % 9) for text in range(1, 40)] if (end - start) % 2 else []
         assert torch.equal(run(*mates, (0, start, end))[-1], whole[start:end])
+
+
+@pytest.mark.skipif(native.linear_kernel() != "amx", reason="bf16 layers are native on CPUs with AMX alone")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_chunks_for_which_threads_share_rows_give_the_same_bits_as_short_ones(threads, quantization):
+    # 608 inputs of the last product are too many to be summed in one go.
+    model = tiny_model("llama", torch.bfloat16, intermediate_size=608, max_position_embeddings=700)
+    fused = FusedLlama(of_model(model), quantization=quantization)
+    texts = np.random.default_rng(6).integers(3, COMMON["vocab_size"], (2, 620))
+    tables = random_tables(np.random.default_rng(7), *texts.shape, 16, 100)
+    pool = KVPool.allocate(fused.layer_specs(), 100, 16, torch.bfloat16)
+
+    def run(pieces: list[tuple[int, int]]) -> torch.Tensor:
+        parts = []
+        for start, end in pieces:
+            rows = [Piece(t, start, texts[t, start:end], drafts=end - start - 1) for t in (0, 1)]
+            parts.append(fused.forward(batch_of(rows, tables, 16), pool).view(2, end - start, -1))
+        return torch.cat(parts, 1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = run([(0, 620)])
+        assert torch.equal(run([(0, 300), (300, 301), (301, 620)]), whole)
+        assert torch.equal(run([(at, at + 31) for at in range(0, 620, 31)]), whole)
+        fused.native_layers = None
+        assert torch.equal(run([(0, 620)]), whole)
+    finally:
+        torch.set_num_threads(before)

@@ -19,6 +19,7 @@ from angelspec_backend.engine.attention import attention_args
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.kv_pool import KVPool
 from angelspec_backend.engine.linear import PackedLinear
+from angelspec_backend.engine.linear_native import BLOCK
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,14 @@ class _NativeStep:
     ) -> None:
         layer, num_tokens = decoder.layers[0], len(batch.token_ids)
         sizes = {
-            "normed": layer.qkv.in_features,
             "qkv": layer.qkv.out_features,
-            "attended": layer.attention_out.in_features,
             "gate_up": layer.gate_up.out_features,
+            "normed": layer.qkv.in_features,
+            "attended": layer.attention_out.in_features,
             "activated": layer.down.in_features,
         }
-        self._memory = [torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in sizes.values()]
+        rows = -(-num_tokens // BLOCK) * BLOCK  # inputs of linear layers are kept in blocks of rows
+        self._memory = [torch.empty(rows, size, dtype=torch.bfloat16) for size in sizes.values()]
         attention, rope = _attention_and_rope(decoder, batch, pool)
         self._layers, self._batch, self._seconds = (
             layers,
@@ -150,6 +152,7 @@ class _NativeStep:
             seconds=_address(seconds),
             num_tokens=num_tokens,
             hidden_size=layer.qkv.in_features,
+            attended_size=layer.attention_out.in_features,
             inter=layer.down.in_features,
             num_threads=torch.get_num_threads(),
             eps=decoder.eps,

@@ -41,7 +41,7 @@ struct AmxTile {
     alignas(64) uint32_t keys[MAX_DIM / 2 * TILE];    // [pair of dimensions][position]
     alignas(64) uint32_t values[TILE / 2 * MAX_DIM];  // [pair of positions][width]
     alignas(64) bf16 query[MAX_QUERIES * MAX_DIM];    // [count][steps of 32 dimensions]
-    alignas(64) float scores[STRIPE * TILE];
+    alignas(64) float scores[2][STRIPE * TILE];
     alignas(64) bf16 weights[2][STRIPE * TILE];  // upper bits, and what is left
 
     AmxTile() {
@@ -88,27 +88,34 @@ struct AmxTile {
         return _mm512_or_si512(widened(even), _mm512_slli_epi32(widened(odd), 16));
     }
 
-    // Take the tile into the state of the queries i to i + n.  Rows behind the n-th are computed and mean nothing.
-    void stripe(int i, int n, Visible* visible, int count, int dim, int width, float scale, float softcap,
+    // Begin with a stripe: its scores, into one of two places.  While the matrix unit is busy with one stripe, the
+    // vector units weigh the one before.
+    void start(const Stripe<STRIPE>& stripe, int place, int count, int dim) {
+        multiply_keys(query + stripe.first * steps(dim) * 32, steps(dim), (count + LANES - 1) / LANES, scores[place]);
+    }
+
+    // Take the tile into the state of the stripe's queries.  Rows behind the last are computed and mean nothing.
+    void finish(Stripe<STRIPE>& stripe, int place, int count, int, int width, float scale, float softcap,
                 const State& state) {
-        const int groups = (count + LANES - 1) / LANES;
-        multiply_keys(query + i * steps(dim) * 32, steps(dim), groups);
-        for (int q = n; q % 4; q++) visible[q] = {0, 0};
-        for (int q = 0; q < n; q += 4) {
-            float decay[4], *acc = state.acc + (i + q) * width;
-            softmax_tile<4>(scores + q * TILE, visible + q, groups, scale, softcap, state.best + i + q,
-                            state.total + (i + q) * LANES, decay,
+        const int groups = (count + LANES - 1) / LANES, i = stripe.first;
+        if (!stripe.whole)
+            for (int q = stripe.count; q % 4; q++) stripe.visible[q] = {0, 0};
+        alignas(64) float decay[STRIPE];
+        for (int q = 0; q < STRIPE; q++) decay[q] = 1;
+        for (int q = 0; q < stripe.count; q += 4)
+            softmax_tile<4>(scores[place] + q * TILE, stripe.whole ? nullptr : stripe.visible + q, groups, scale, softcap,
+                            state.best + i + q, state.total + (i + q) * LANES, decay + q,
                             [&](int r, int g, f32v a, f32v b) { split((q + r) * TILE + g * LANES, a, b); });
-            for (int r = 0; r < 4; r++) {
-                if (decay[r] == 1) continue;
-                for (int d = r * width; d < (r + 1) * width; d += LANES) store(acc + d, load(acc + d) * splat(decay[r]));
+        if (_mm512_cmpneq_ps_mask(_mm512_load_ps(decay), _mm512_set1_ps(1)))
+            for (int q = 0; q < stripe.count; q++) {
+                float* acc = state.acc + (i + q) * width;
+                for (int d = 0; d < width; d += LANES) store(acc + d, load(acc + d) * splat(decay[q]));
             }
-        }
         add_values(state.acc + i * width, (count + 31) / 32, width);
     }
 
     // scores[q][j] = query[q] . key[j]
-    void multiply_keys(const bf16* from, int steps, int groups) {
+    void multiply_keys(const bf16* from, int steps, int groups, float* scores) {
         const long stride = steps * 64;
         _tile_zero(0);
         _tile_zero(1);

@@ -76,9 +76,9 @@ class LayersArgs(ctypes.Structure):
         ("layers", _pointer),
         ("attention", AttentionArgs),
         ("rope", RopeArgs),
-        *[(name, _pointer) for name in ("hidden", "delta", "normed", "qkv", "attended", "gate_up")],
-        *[(name, _pointer) for name in ("activated", "seconds")],
-        *[(name, _long) for name in ("num_layers", "num_tokens", "hidden_size", "inter")],
+        *[(name, _pointer) for name in ("hidden", "delta", "qkv", "gate_up", "normed")],
+        *[(name, _pointer) for name in ("attended", "activated", "seconds")],
+        *[(name, _long) for name in ("num_layers", "num_tokens", "hidden_size", "attended_size", "inter")],
         ("num_threads", _int),
         ("eps", _float),
     )

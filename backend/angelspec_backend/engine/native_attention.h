@@ -9,6 +9,7 @@
 
 #include "native_amx.h"
 #include "native_fma.h"
+#include "native_rows.h"
 
 constexpr int SEGMENT = 512;  // positions in one independent reduction
 
@@ -41,15 +42,17 @@ template <class T, class Tile>
 struct Attention {
     struct Scratch {
         Tile tile;
+        int position[MAX_QUERIES];  // of each pair of the task
         alignas(64) float part[MAX_QUERIES * (MAX_DIM + LANES + 1)];
         alignas(64) float whole[MAX_QUERIES * (MAX_DIM + LANES + 1)];
     };
 
     const AttentionArgs& args;
     const int group, width;  // query heads per kv head; value_dim as it lies in scratch
+    const Rows<T> out;       // [num_tokens, num_heads * value_dim]
 
-    explicit Attention(const AttentionArgs& a)
-        : args(a), group(a.num_heads / a.num_kv_heads), width((a.value_dim + LANES - 1) / LANES * LANES) {}
+    Attention(const AttentionArgs& a, const Rows<T>& out)
+        : args(a), group(a.num_heads / a.num_kv_heads), width((a.value_dim + LANES - 1) / LANES * LANES), out(out) {}
 
     int position(const Task& t, int i) const {  // the last that the query sees
         return args.context_lens[t.row] + (args.bidirectional ? 0 : (t.first + i) / group);
@@ -60,11 +63,12 @@ struct Attention {
         return args.sliding_window && position >= args.sliding_window ? position - args.sliding_window + 1 : 0;
     }
 
-    void load_query(const Task& t, Tile& tile) const {
+    void load_query(const Task& t, Scratch& s) const {
+        for (int i = 0; i < t.count; i++) s.position[i] = position(t, i);
         for (int h = 0; h < t.heads; h++)
             for (int i = 0; i < t.count; i++) {
                 const T* from = (const T*)args.query + token(t, i) * args.query_stride;
-                tile.load_query(t.at(h, i), from + (long)head(t, h, i) * args.key_dim, args.key_dim);
+                s.tile.load_query(t.at(h, i), from + (long)head(t, h, i) * args.key_dim, args.key_dim);
             }
     }
 
@@ -104,28 +108,44 @@ struct Attention {
         }
     }
 
-    void tile(const Task& t, int begin, int count, Ahead& ahead, Tile& tile, const State& state) const {
+    // What the queries i to i + n of a task see of the positions [begin, begin + count); false: nothing.
+    bool look(const int* position, int i, int n, int begin, int count, Stripe<Tile::STRIPE>& stripe) const {
+        stripe.count = n;
+        const int lowest = position[i], highest = position[i + n - 1];
+        stripe.whole = n == Tile::STRIPE && count % LANES == 0 && lowest >= begin + count - 1 && oldest(highest) <= begin;
+        bool any = stripe.whole;
+        for (int q = 0; q < n && !stripe.whole; q++) {
+            const int at = position[i + q];
+            stripe.visible[q] = {oldest(at) - begin, at - begin < count ? at - begin + 1 : count};
+            any |= !stripe.visible[q].none();
+        }
+        return any;
+    }
+
+    void tile(const Task& t, int begin, int count, Ahead& ahead, Scratch& s, const State& state) const {
         const T *keys[TILE], *values[TILE];
-        Visible visible[Tile::STRIPE];  // of each query, as offsets within the tile
         for (int h = 0; h < t.heads; h++) {
             locate(t, h, begin, count, keys, values);
-            tile.unpack(keys, values, count, args.key_dim, args.value_dim, width, ahead);
+            s.tile.unpack(keys, values, count, args.key_dim, args.value_dim, width, ahead);
+            Stripe<Tile::STRIPE> stripes[2];
+            int place = 0, started = 0;
+            auto finish = [&](int place) {
+                s.tile.finish(stripes[place], place, count, args.key_dim, width, args.scale, args.softcap, state);
+            };
             for (int i = 0, n; i < t.count; i += n) {
                 n = t.count - i < Tile::STRIPE ? t.count - i : Tile::STRIPE;
-                bool any = false;
-                for (int q = 0; q < n; q++) {
-                    int at = position(t, i + q);
-                    visible[q] = {oldest(at) - begin, at - begin < count ? at - begin + 1 : count};
-                    any |= !visible[q].none();
-                }
-                if (any)
-                    tile.stripe(t.at(h, i), n, visible, count, args.key_dim, width, args.scale, args.softcap, state);
+                if (!look(s.position, i, n, begin, count, stripes[place])) continue;
+                stripes[place].first = t.at(h, i);
+                s.tile.start(stripes[place], place, count, args.key_dim);
+                place ^= 1;
+                if (started++) finish(place);
             }
+            if (started) finish(place ^ 1);
         }
     }
 
     // next: the task that this thread runs afterwards, or null.
-    void segment(const Task& t, int begin, int end, const Task* next, Tile& tile, const State& state) const {
+    void segment(const Task& t, int begin, int end, const Task* next, Scratch& s, const State& state) const {
         state.clear(t.size(), width);
         int last = position(t, t.count - 1) + 1;
         if (end > last) end = last;
@@ -137,7 +157,7 @@ struct Attention {
                 expect(t, at + TILE, count(at + TILE, end), ahead);
             else if (next)
                 expect(*next, next->begin, count(next->begin, next->end), ahead);
-            this->tile(t, at, count(at, end), ahead, tile, state);
+            tile(t, at, count(at, end), ahead, s, state);
         }
     }
 
@@ -153,18 +173,22 @@ struct Attention {
             keep = exp2(splat(state.best[at] - top))[0];
             total = total * keep + exp2(splat(sink - top))[0];
         }
-        T* to = (T*)args.out + (token(t, i) * args.num_heads + head(t, h, i)) * args.value_dim;
-        for (int d = 0; d < args.value_dim; d += LANES)
-            store(to + d, load(state.acc + at * width + d) * splat(keep / total), args.value_dim - d);
+        const long row = token(t, i), from = (long)head(t, h, i) * args.value_dim;
+        for (int d = 0, n; d < args.value_dim; d += n) {  // not across two steps of the output
+            const int left = args.value_dim - d, room = STEP - (from + d) % STEP;
+            n = left < room ? left : room;
+            if (n > LANES) n = LANES;
+            store(out.at(row, from + d), load(state.acc + at * width + d) * splat(keep / total), n);
+        }
     }
 
     void run(const Task& t, Scratch& s, const Task* next = nullptr) const {
-        load_query(t, s.tile);
-        if (t.state) return segment(t, t.begin, t.end, next, s.tile, State(t.state, t.size()));
+        load_query(t, s);
+        if (t.state) return segment(t, t.begin, t.end, next, s, State(t.state, t.size()));
         State part(s.part, t.size()), whole(s.whole, t.size());
         for (int at = t.begin; at < t.end; at += SEGMENT) {
             const Task* following = at + SEGMENT < t.end ? nullptr : next;
-            segment(t, at, at + SEGMENT, following, s.tile, at == t.begin ? whole : part);
+            segment(t, at, at + SEGMENT, following, s, at == t.begin ? whole : part);
             if (at > t.begin) whole.merge(part, t.size(), width);
         }
         finish(t, whole);

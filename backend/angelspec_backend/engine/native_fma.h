@@ -115,12 +115,16 @@ struct FmaTile {
         add_values<N>(scores, values, decay, count, width, state.acc + i * width);
     }
 
-    // Take the tile into the state of the queries i to i + n.
-    void stripe(int i, int n, const Visible* visible, int count, int dim, int width, float scale, float softcap,
+    void start(const Stripe<STRIPE>&, int, int, int) {}
+
+    // Take the tile into the state of the stripe's queries.
+    void finish(const Stripe<STRIPE>& stripe, int, int count, int dim, int width, float scale, float softcap,
                 const State& state) {
-        if (n == 4) stripe<4>(i, visible, count, dim, width, scale, softcap, state);
-        if (n == 3) stripe<3>(i, visible, count, dim, width, scale, softcap, state);
-        if (n == 2) stripe<2>(i, visible, count, dim, width, scale, softcap, state);
-        if (n == 1) stripe<1>(i, visible, count, dim, width, scale, softcap, state);
+        const int i = stripe.first, n = stripe.count;
+        const Visible* visible = stripe.whole ? nullptr : stripe.visible;
+        if (n == 4) this->stripe<4>(i, visible, count, dim, width, scale, softcap, state);
+        if (n == 3) this->stripe<3>(i, visible, count, dim, width, scale, softcap, state);
+        if (n == 2) this->stripe<2>(i, visible, count, dim, width, scale, softcap, state);
+        if (n == 1) this->stripe<1>(i, visible, count, dim, width, scale, softcap, state);
     }
 };

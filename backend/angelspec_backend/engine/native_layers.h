@@ -25,9 +25,10 @@ struct LayersArgs {  // mirrored by native_args.LayersArgs
     AttentionArgs attention;  // all but query, out, the caches and sliding_window
     RopeArgs rope;            // all but qkv, the caches and norms
     bf16 *hidden, *delta;     // [num_tokens, hidden_size] the residual stream, and what is still to be added to it
-    bf16 *normed, *qkv, *attended, *gate_up, *activated;  // scratch
-    double* seconds;                                      // [2] in linear layers and attention, added up; or null
-    int64_t num_layers, num_tokens, hidden_size, inter;
+    bf16 *qkv, *gate_up;  // scratch: [num_tokens, query, key and value heads], [num_tokens, 2 * inter]
+    bf16 *normed, *attended, *activated;  // scratch, the inputs of linear layers in the order of tiles
+    double* seconds;                      // [2] in linear layers and attention, added up; or null
+    int64_t num_layers, num_tokens, hidden_size, attended_size, inter;
     int32_t num_threads;
     float eps;
 };
@@ -58,18 +59,32 @@ struct LayersInTeam {
 
     const LayersArgs& args;
     Clock clock;
+    const Rows<bf16> normed = Rows<bf16>::tiled(args.normed, args.hidden_size);
+    const Rows<bf16> attended = Rows<bf16>::tiled(args.attended, args.attended_size);
+    const Rows<bf16> activated = Rows<bf16>::tiled(args.activated, args.inter);
+
+    const bool own_rows = by_rows(args.num_tokens, omp_get_num_threads());  // threads keep to them between attentions
+
+    template <class Body>
+    void each_token(Body body) const {
+        const Share rows = Share::of(args.num_tokens, own_rows ? ROWS : 1);
+        for (long r = rows.begin; r < rows.end; r++) body(r);
+        if (!own_rows) {
+#pragma omp barrier
+        }
+    }
 
     void norm(const bf16* weight) const {
         const long n = args.hidden_size;
-        in_team(args.num_tokens, [&](long r) {
-            rms_norm_row(args.delta + r * n, args.hidden + r * n, weight, args.normed + r * n, n, args.eps);
+        each_token([&](long r) {
+            rms_norm_row(args.delta + r * n, args.hidden + r * n, weight, normed.at(r, 0), n, args.eps, normed.step);
         });
     }
 
-    void product(LinearArgs linear, const bf16* x, bf16* out) {
-        linear.x = x, linear.out = out, linear.rows = args.num_tokens;
+    void product(LinearArgs linear, const Inputs& x, bf16* out, const Rows<bf16>* activated = nullptr) {
+        linear.out = out, linear.rows = args.num_tokens;
         clock.lap(-1);
-        linear_in_team(linear);
+        linear_in_team(linear, x, activated);
         clock.lap(0);
     }
 
@@ -77,22 +92,29 @@ struct LayersInTeam {
         RopeArgs rope = args.rope;
         rope.qkv = args.qkv, rope.key_cache = layer.key_cache, rope.value_cache = layer.value_cache;
         rope.query_norm = layer.query_norm, rope.key_norm = layer.key_norm;
-        in_team(args.num_tokens, [&](long t) { rope_token<bf16>(rope, t); });
+        each_token([&](long t) { rope_token<bf16>(rope, t); });
+        if (own_rows) {
+#pragma omp barrier
+        }
         clock.lap(-1);
-        attend_in_team(Op(attention), plan, args.num_threads);
+        attend_in_team(Op(attention, attended), plan, args.num_threads);
         clock.lap(1);
     }
 
     void run(const LayerArgs& layer, const AttentionArgs& arguments, const AttentionPlan& plan) {
         norm(layer.input_norm);
-        product(layer.qkv, args.normed, args.qkv);
+        product(layer.qkv, normed, args.qkv);
         attention(layer, arguments, plan);
-        product(layer.attention_out, args.attended, args.delta);
+        product(layer.attention_out, attended, args.delta);
         norm(layer.post_norm);
-        product(layer.gate_up, args.normed, args.gate_up);
-        in_team(args.num_tokens * parts(args.inter),
-                [&](long i) { silu_and_mul(args.gate_up, args.activated, args.inter, i); });
-        product(layer.down, args.activated, args.delta);
+        if (args.num_tokens > ROWS) {
+            product(layer.gate_up, normed, nullptr, &activated);
+        } else {  // few rows: what counts is that the weights are read in order
+            product(layer.gate_up, normed, args.gate_up);
+            in_team(args.num_tokens * parts(args.inter),
+                    [&](long i) { silu_and_mul(args.gate_up, activated, args.inter, i); });
+        }
+        product(layer.down, activated, args.delta);
     }
 };
 
@@ -105,15 +127,14 @@ static void run_layers(const LayersArgs& args) {
         a.key_cache = layer.key_cache, a.value_cache = layer.value_cache;
         return a;
     };
+    const Rows<bf16> attended = Rows<bf16>::tiled(args.attended, args.attended_size);
+    clear_padding(args.attention, attended);
     std::map<int64_t, AttentionPlan> plans;  // by sliding window
     for (long i = 0; i < args.num_layers; i++) {
         const AttentionArgs a = arguments(args.layers[i]);
-        const Attention<bf16, Tile> op(a);
+        const Attention<bf16, Tile> op(a, attended);
         plans.try_emplace(a.sliding_window, op, args.num_threads);
     }
-    AttentionArgs any = args.attention;
-    any.out = args.attended;
-    clear_padding<bf16>(any);
 #pragma omp parallel num_threads(args.num_threads)
     {
         LayersInTeam<Tile> team{args, {omp_get_thread_num() ? nullptr : args.seconds}};

@@ -1,7 +1,37 @@
 // What is computed row by row: norms, rotary positions, the activation of an MLP, the likeliest token.
 #pragma once
 
+#include <omp.h>
+
 #include "native_simd.h"
+
+constexpr int STEP = 32;  // elements of a row that a matrix product takes at a time
+constexpr int ROWS = 32;  // rows that it takes at a time
+
+// A matrix of `n` columns: row-major, or in the order in which matrix products read it: blocks of 32 rows, in these
+// the steps, in these the rows.  Distances are in elements.
+template <class T>
+struct Rows {
+    T* x;
+    long row, step, block;  // block: of 32 rows
+
+    static Rows row_major(T* x, long n) { return {x, n, STEP, ROWS * n}; }
+    static Rows tiled(T* x, long n) { return {x, STEP, ROWS * STEP, ROWS * n}; }
+    T* at(long r, long i) const { return x + r / ROWS * block + r % ROWS * row + i / STEP * step + i % STEP; }
+    operator Rows<const T>() const { return {x, row, step, block}; }
+};
+
+// What one thread of a team does: [begin, end).
+struct Share {
+    long begin, end;
+
+    // Its part of [0, n), in whole units.
+    static Share of(long n, long unit) {
+        const long units = (n + unit - 1) / unit, t = omp_get_thread_num(), threads = omp_get_num_threads();
+        const long begin = units * t / threads * unit, end = units * (t + 1) / threads * unit;
+        return {begin, end < n ? end : n};
+    }
+};
 
 // body(i) for 0 <= i < n, shared by a team of threads; all of it is done when they leave.
 template <class Body>
@@ -21,8 +51,10 @@ static void for_each(long n, bool parallel, int num_threads, Body body) {
     }
 }
 
+// out: STEP elements lie together, and such steps `step` apart.
 template <class T>
-static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long n, float eps) {
+static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long n, float eps,
+                         long step = STEP) {
     f32v squares = {};
     for (long i = 0; i < n; i += LANES) {
         f32v v = load(x + i, n - i);
@@ -35,7 +67,8 @@ static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, long 
     f32v scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / n + eps));
     const T* from = residual ? residual : x;
     for (long i = 0; i < n; i += LANES)
-        store(out + i, load(weight + i, n - i) * round_to<T>(load(from + i, n - i) * scale), n - i);
+        store(out + i / STEP * step + i % STEP, load(weight + i, n - i) * round_to<T>(load(from + i, n - i) * scale),
+              n - i);
 }
 
 struct RopeArgs {  // mirrored by native_args.RopeArgs
@@ -79,23 +112,22 @@ static void rope_token(const RopeArgs& a, long t) {
     }
 }
 
+// silu(gate) * up of values that went through bf16 or are fp32; silu is rounded as if it were stored.
 template <class T>
-static void silu_and_mul_part(const T* gate_up, T* out, long inter, long begin, long end) {
-    for (long i = begin; i < end; i += LANES) {
-        f32v gate = load(gate_up + i, end - i), up = load(gate_up + inter + i, end - i);
-        f32v silu = round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate)));
-        store(out + i, silu * up, end - i);
-    }
+static inline f32v silu_and_mul(f32v gate, f32v up) {
+    return round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate))) * up;
 }
 
-// Part i of the output, PART elements long, of which a row has parts(inter).
+// Part i of the output, PART elements long, of which a row has parts(inter).  gate_up: [rows, 2 * inter]
 constexpr long PART = 1024;
 static inline long parts(long inter) { return (inter + PART - 1) / PART; }
 
 template <class T>
-static void silu_and_mul(const T* gate_up, T* out, long inter, long i) {
-    const long row = i / parts(inter), begin = i % parts(inter) * PART;
-    silu_and_mul_part(gate_up + row * 2 * inter, out + row * inter, inter, begin, begin + PART < inter ? begin + PART : inter);
+static void silu_and_mul(const T* gate_up, const Rows<T>& out, long inter, long i) {
+    const long row = i / parts(inter), begin = i % parts(inter) * PART, end = begin + PART < inter ? begin + PART : inter;
+    const T *gate = gate_up + row * 2 * inter, *up = gate + inter;
+    for (long k = begin; k < end; k += LANES)
+        store(out.at(row, k), silu_and_mul<T>(load(gate + k, end - k), load(up + k, end - k)), end - k);
 }
 
 // The lowest index of the largest value; NaN counts as none.

@@ -63,6 +63,13 @@ static inline uint32_t bits(i32v mask) {
 
 // Sum and maximum over the lanes, in a fixed tree order.
 static inline float sum_lanes(f32v v) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)v;
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+#endif
     float x[LANES];
     memcpy(x, &v, sizeof x);
     for (int width = LANES / 2; width; width /= 2)

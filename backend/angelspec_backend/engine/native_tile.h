@@ -8,7 +8,7 @@
 
 constexpr int TILE = 64;         // positions
 constexpr int MAX_DIM = 256;     // of a head
-constexpr int MAX_QUERIES = 128;  // (token, head) pairs that share the unpacked keys and values
+constexpr int MAX_QUERIES = 512;  // (token, head) pairs that share the unpacked keys and values
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2E = 1.44269504f;
 
@@ -16,6 +16,14 @@ constexpr float LOG2E = 1.44269504f;
 struct Visible {
     int low, high;
     bool none() const { return low >= high || high <= 0; }
+};
+
+// Neighbouring queries of a task, `count` of them from the first on, and what they see of a tile.
+template <int MOST>
+struct Stripe {
+    int first, count;
+    bool whole;  // all of it; then `visible` is not set
+    Visible visible[MOST];
 };
 
 // Memory that will be read soon, asked for a few lines at a time between other work: all at once it would only
@@ -159,15 +167,16 @@ static inline void weigh_tile(const float* scores, const Visible* visible, int g
     for (int q = 0; q < N; q++) store(total + q * LANES, sums[q]);
 }
 
+// visible: of each query, or null if all see the whole tile.
 template <int N, class Put>
 static inline void softmax_tile(float* scores, const Visible* visible, int groups, float scale, float softcap,
                                 float* best, float* total, float* decay, Put put) {
     if (softcap > 0) cap_scores<N>(scores, groups, scale, softcap);
     const f32v factor = splat(softcap > 0 ? 1 : scale * LOG2E);
     bool whole = true;
-    for (int q = 0; q < N; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
-    if (whole)
-        weigh_tile<N, true>(scores, visible, groups, factor, best, total, decay, put);
-    else
+    for (int q = 0; q < N && visible; q++) whole &= visible[q].low <= 0 && visible[q].high >= groups * LANES;
+    if (!whole)
         weigh_tile<N, false>(scores, visible, groups, factor, best, total, decay, put);
+    else
+        weigh_tile<N, true>(scores, visible, groups, factor, best, total, decay, put);
 }
