@@ -35,6 +35,8 @@ struct LayersArgs {  // mirrored by native_args.LayersArgs
 
 #if defined(ANGELSPEC_LINEAR)
 
+constexpr long ROWS_TO_OWN = 128;  // of each thread
+
 // Adds the time since the last call to one of a few sums.
 struct Clock {
     double* seconds;
@@ -63,7 +65,9 @@ struct LayersInTeam {
     const Rows<bf16> attended = Rows<bf16>::tiled(args.attended, args.attended_size);
     const Rows<bf16> activated = Rows<bf16>::tiled(args.activated, args.inter);
 
-    const bool own_rows = by_rows(args.num_tokens, omp_get_num_threads());  // threads keep to them between attentions
+    // Whether a thread keeps to its rows between two attentions, instead of sharing the outputs of every product: its
+    // rows stay in its cache and it waits for nobody, but every thread reads all weights.
+    const bool own_rows = args.num_tokens >= ROWS_TO_OWN * omp_get_num_threads();
 
     template <class Body>
     void each_token(Body body) const {
@@ -84,7 +88,7 @@ struct LayersInTeam {
     void product(LinearArgs linear, const Inputs& x, bf16* out, const Rows<bf16>* activated = nullptr) {
         linear.out = out, linear.rows = args.num_tokens;
         clock.lap(-1);
-        linear_in_team(linear, x, activated);
+        own_rows ? linear_of_own_rows(linear, x, activated) : linear_in_team(linear, x, activated);
         clock.lap(0);
     }
 

@@ -31,8 +31,6 @@ constexpr int RING = 4;           // widened steps kept when no later rows need 
 constexpr int CHUNK = 18;         // steps whose weights stay in L1 while the rows pass by
 constexpr long RESIDENT = 800 << 10;  // bytes of rows that stay in L2 while the weights pass by
 constexpr long MOST_ROWS = 512;   // in one such pass
-constexpr long ROWS_TO_SHARE = 128; // of each thread
-constexpr long WORTH_TILING = 64; // rows from which it pays to copy them in the order of tiles
 
 typedef Rows<const bf16> Inputs;
 
@@ -228,10 +226,6 @@ struct LinearBlock {
 #endif
 };
 
-// Whether threads share the rows, each computing all outputs of its own, or else the outputs.  Rows that stay with a
-// thread from one layer to the next stay in its cache, but all threads read all weights.
-static bool by_rows(long rows, int num_threads) { return rows >= ROWS_TO_SHARE * num_threads; }
-
 // How the rows and the sums are cut, so that what is used again is still in a cache; it changes no bits.
 struct LinearCut {
     long steps, chunk;  // of steps
@@ -322,47 +316,22 @@ static void linear_share(const LinearArgs& a, const Inputs& inputs, const Rows<b
     if (s.panel != small) free(s.panel);
 }
 
-// What every thread of a team does.  All of it is done when they leave, or the thread's own rows if they share rows.
+// What every thread of a team does; all of it is done when they leave.
 static void linear_in_team(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>* activated = nullptr) {
-    const long blocks = (a.out_features + OUTPUTS - 1) / OUTPUTS;
-    if (by_rows(a.rows, omp_get_num_threads())) {
-        linear_share(a, inputs, activated, Share::of(a.rows, ROWS), {0, blocks});
-    } else {
-        linear_share(a, inputs, activated, {0, a.rows}, Share::of(blocks, 1));
+    linear_share(a, inputs, activated, {0, a.rows}, Share::of((a.out_features + OUTPUTS - 1) / OUTPUTS, 1));
 #pragma omp barrier
-    }
 }
 
-// The same for row-major inputs; all of it is done when they leave.
-static void linear_in_team(const LinearArgs& a) {
-    linear_in_team(a, Inputs::row_major(a.x, a.in_features));
-    if (by_rows(a.rows, omp_get_num_threads())) {
-#pragma omp barrier
-    }
-}
+static void linear_in_team(const LinearArgs& a) { linear_in_team(a, Inputs::row_major(a.x, a.in_features)); }
 
-// Rows of a row-major matrix in the order in which tiles are read.
-static void tile_in_team(const LinearArgs& a, const Rows<bf16>& tiled) {
-    const long steps = a.in_features / STEP;
-    const Share rows = Share::of(a.rows, ROWS);
-    for (long r = rows.begin; r < rows.end; r++)
-        for (long k = 0; k < steps; k++)
-            _mm512_store_si512(tiled.at(r, k * STEP), _mm512_loadu_si512(a.x + r * a.in_features + k * STEP));
-#pragma omp barrier
+// The same for the thread's own rows alone; it does not wait for other threads.
+static void linear_of_own_rows(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>* activated) {
+    linear_share(a, inputs, activated, Share::of(a.rows, ROWS), {0, (a.out_features + OUTPUTS - 1) / OUTPUTS});
 }
 
 static void linear(const LinearArgs& a) {
-    const Inputs inputs = Inputs::row_major(a.x, a.in_features);
-    bf16* room = nullptr;
-    if (a.kernel == LINEAR_AMX && a.rows >= WORTH_TILING)
-        room = (bf16*)aligned_alloc(64, (a.rows + ROWS - 1) / ROWS * ROWS * a.in_features * sizeof(bf16));
-    const Rows<bf16> tiled = Rows<bf16>::tiled(room, a.in_features);
 #pragma omp parallel num_threads(a.num_threads)
-    {
-        if (room) tile_in_team(a, tiled);
-        linear_in_team(a, room ? Inputs(tiled) : inputs);
-    }
-    free(room);
+    linear_in_team(a);
 }
 #endif
 
