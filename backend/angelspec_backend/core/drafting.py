@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy, Option, Way
+from angelspec_backend.core.draft_policy import DraftPolicy, Option
+from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
 from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
@@ -32,6 +33,7 @@ class Drafting:
         self._policy = DraftPolicy(len(config.drafters))
         self._budget = 0  # positions that may still be fed in the step being planned
         self.way = Way.NETWORK  # how drafts are made in the step being planned
+        self.min_chance = 0.0  # of being accepted that draft tokens must have in it
 
     @property
     def times(self) -> StepTimes:
@@ -50,18 +52,18 @@ class Drafting:
     # ------------------------------------------------------------------ planning a step
 
     def begin_step(self, decoding: list[Sequence]) -> list[int]:
-        """Drafts wanted for each decoding sequence: what its request allows, or what pays."""
+        """The longest draft wanted for each decoding sequence: what its request allows, or what pays."""
         # A drafter that is far behind catches up in pieces, not in one endless step.
         self._budget = self._config.max_batch_tokens + self._config.max_num_seqs
         limits = [
             min(seq.request.num_draft_tokens, seq.num_wanted - 1) if seq.drafter in self.alive else 0
             for seq in decoding
         ]
-        self.way = Way.NETWORK
+        self.way, self.min_chance = Way.NETWORK, 0.0
         if not self._config.adaptive_drafts or not any(limits):
             return limits
         chosen = self._policy.choose([self._option(way, decoding, limits) for way in self._ways(decoding)])
-        self.way = chosen.way
+        self.way, self.min_chance = chosen.way, chosen.min_chance
         return chosen.lengths.tolist()
 
     def _ways(self, decoding: list[Sequence]) -> list[Way]:
@@ -72,12 +74,12 @@ class Drafting:
 
     def _option(self, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
         """What one way promises to these sequences."""
-        right, found, longest = np.zeros(len(limits)), np.zeros(len(limits)), np.zeros(len(limits), np.int64)
+        drafted, accepted, longest = np.zeros((3, len(limits)))
         for row, (seq, limit) in enumerate(zip(decoding, limits, strict=True)):
             if limit and (way is Way.NETWORK or self._config.drafters[seq.drafter].looks_up):
-                right[row], found[row] = self._policy.chances(seq.drafter, way, seq.records)
                 longest[row] = limit
-        return Option(way, right, found, longest)
+                drafted[row], accepted[row] = self._policy.expected(seq.drafter, way, seq.records)
+        return Option(way, drafted, accepted, longest.astype(np.int64))
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
@@ -101,11 +103,11 @@ class Drafting:
         """Learn from a step how long one takes and how often drafts are right."""
         if all(row.num_tokens == 1 and not row.catches_up for row in rows):
             way = next((row.way for row in rows if row.num_draft_tokens), None)
-            self._policy.observe_step(len(rows) + int(output.draft_lens.sum()), seconds, way)
+            self._policy.observe_step(len(rows), int(output.draft_lens.sum()), seconds, way)
         for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
             if row.num_draft_tokens:
-                fared = row.num_draft_tokens, drafted, max(sampled - 1, 0)
-                self._policy.observe_draft(row.seq.drafter, row.way, row.seq.records, *fared)
+                seq, fared = row.seq, (row.min_chance, drafted, max(sampled - 1, 0))
+                self._policy.observe_draft(seq.drafter, row.way, seq.records, *fared)
 
     def advance(
         self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]

@@ -30,6 +30,7 @@ ROW = np.dtype(
         ("num_fed", "<i4"),  # tokens the drafter has already seen
         ("num_feed", "<i4"),  # tokens fed to the drafter in this step, >= 0
         ("num_draft_tokens", "<i4"),  # at most so many draft tokens are wanted, >= 0
+        ("min_chance", "<f4"),  # no draft token is wanted that is less likely to be accepted; 0: off
         ("lookup_only", "<i4"),  # 1: only those that need no network
         ("num_blocks", "<i4"),  # entries of this row in block_table
         ("top_k", "<i4"),  # 0: off

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
-from angelspec_backend.core.draft_policy import Record, new_records
+from angelspec_backend.core.draft_records import Record, new_records
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest

@@ -188,7 +188,8 @@ class Scheduler:
                 return None
         self._budget -= num_tokens + drafts
         self._drafting.take_budget(num_feed)
-        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter, self._drafting.way)
+        how = self._drafting.way, self._drafting.min_chance
+        return ScheduledRow(seq, num_tokens, num_feed, drafts, drafter, *how)
 
     def _admit(self, seq: Sequence) -> bool:
         """Start the first waiting sequence if a slot is free and its known tokens fit beside the others."""

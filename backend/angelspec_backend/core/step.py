@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from angelspec_backend.core.draft_policy import Way
+from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput
 from angelspec_backend.core.request import Sequence
@@ -23,6 +23,7 @@ class ScheduledRow:
     num_draft_tokens: int  # drafts wanted
     drafter: DrafterInfo | None = None  # None: nothing is drafted or fed
     way: Way = Way.NETWORK  # in which drafts are made
+    min_chance: float = 0.0  # of being accepted that a draft token must have
 
     @property
     def samples(self) -> bool:
@@ -67,6 +68,7 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
                 seq.num_fed,
                 row.num_feed,
                 row.num_draft_tokens,
+                row.min_chance,
                 int(row.way is Way.LOOKUP),
                 len(seq.table),
                 sampling.top_k,

@@ -116,7 +116,8 @@ class ChainModules:
             index = torch.from_numpy(active)
             found = choice(network.logits(state.output), index, step)
             tokens[active, step], confidence[active, step] = (each.cpu().numpy() for each in found)
-            keep = np.flatnonzero(wanted[active] > step + 1)
+            likely = confidence[active, : step + 1].prod(1) >= choice.min_chance[active]
+            keep = np.flatnonzero((wanted[active] > step + 1) & likely)
             if len(keep):
                 active = active[keep]
                 batch["num_computed"], batch["num_tokens"] = newest + step, 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,32 @@ class Drafts:
         """Zeros to be filled in.  lens: [num_rows]"""
         shape = (len(lens), int(lens.max(initial=0)))
         return Drafts(np.zeros(shape, np.int32), np.zeros(shape, np.float32), lens.astype(np.int32))
+
+    def add(
+        self,
+        step: int,
+        active: NDArray[np.bool_],
+        token_ids: Tensor,
+        confidence: Tensor,
+        min_chance: NDArray[np.float32],
+    ) -> NDArray[np.bool_]:
+        """Fill in one more draft of some rows, and say which of them are to go on.
+
+        active: [num_rows], n of them; token_ids, confidence: [n]; min_chance: see ``cut``.
+        """
+        self.token_ids[active, step] = token_ids.cpu().numpy()
+        self.confidence[active, step] = confidence.cpu().numpy()
+        more = active & (self.lens > step + 1) & (self.confidence[:, : step + 1].prod(1) >= min_chance)
+        self.lens[active & ~more] = step + 1
+        return more
+
+    def cut(self, min_chance: NDArray[np.float32]) -> Drafts:
+        """Without the tokens that are accepted with less than a chance, by the drafter's own confidence.
+
+        min_chance: [num_rows]; a token is only accepted if all before it are.
+        """
+        likely = np.cumprod(self.confidence, axis=1) >= min_chance[:, None]  # once false, it stays so
+        return replace(self, lens=np.minimum(self.lens, likely.sum(1, dtype=np.int32)))
 
     def output(self) -> DraftOutput:
         """The drafts as the loop gets them."""
@@ -99,7 +125,7 @@ class Choice:
         """rows: [n] of ROW; anchors: [n] their positions; vocab, confident: see ``choose_tokens``"""
         self.vocab, self._confident = vocab, confident
         self.greedy = not (rows["temperature"] > 0).any()  # in all rows
-        self.min_chance = np.zeros(len(rows), np.float32)  # a draft ends where its probability falls below
+        self.min_chance = rows["min_chance"]  # a draft ends where its probability falls below
         self._rows: SamplingRows | None = None
         if not self.greedy:
             self._rows = SamplingRows.from_rows(rows, np.ones(len(rows), np.int64), anchors + 1)

@@ -16,10 +16,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
+from angelspec_backend.drafters.choice import Drafts, choose_tokens
 from angelspec_backend.engine.batch import pack
 from angelspec_backend.engine.loader import LoadError, load_tokenizer
 from angelspec_backend.engine.runner import ModelRunner
-from angelspec_backend.engine.sampler import SamplingRows, sample
+from angelspec_backend.engine.sampler import SamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +55,23 @@ class DraftModelDrafter:
         if not used.any():
             return DraftOutput.empty(len(rows))
         # The last draft is never computed, so it may lie just behind the context.
-        wanted = np.where(used, np.minimum(rows["num_draft_tokens"], limit - length + 1), 0)  # [num_rows]
-        drafts = np.zeros((len(rows), max(wanted.max(), 0)), np.int32)
+        wanted = np.where(used, np.minimum(rows["num_draft_tokens"], limit - length + 1), 0).clip(0)
+        drafts, confident = Drafts.empty(wanted), bool((rows["min_chance"] > 0).any())
 
         batch = rows.copy()
         batch["num_computed"], batch["num_tokens"] = rows["num_fed"], rows["num_feed"]
         batch["sample"] = wanted > 0
         logits = self._forward(batch, used, feed_token_ids[np.repeat(used, rows["num_feed"])], block_table)
-        for step in range(drafts.shape[1]):
-            active, more = wanted > step, wanted > step + 1
-            one_each = np.ones(active.sum(), np.int64)
-            params = SamplingRows.from_rows(rows[active], one_each, length[active] + step)
-            drafts[active, step] = sample(logits, params)
-            if more.any():
-                batch["num_computed"], batch["num_tokens"] = length + step, 1
-                logits = self._forward(batch, more, drafts[more, step], block_table)
-        return DraftOutput(drafts[np.arange(drafts.shape[1]) < wanted[:, None]], wanted.astype(np.int32))
+        active = wanted > 0  # [num_rows]
+        for step in range(drafts.token_ids.shape[1]):
+            params = SamplingRows.from_rows(rows[active], np.ones(active.sum(), int), length[active] + step)
+            tokens, confidence = choose_tokens(logits, params, None, confident)
+            active = drafts.add(step, active, tokens, confidence, rows["min_chance"])
+            if not active.any():
+                break
+            batch["num_computed"], batch["num_tokens"], batch["sample"] = length + step, 1, 1
+            logits = self._forward(batch, active, drafts.token_ids[active, step], block_table)
+        return drafts.cut(rows["min_chance"]).output()
 
     def _forward(
         self,

@@ -1,9 +1,8 @@
 """Lookup in front of a network drafter: a text that repeats itself is its own best draft, and a free one.
 
-The last tokens of a row are looked up in the row itself, as the n-gram drafter does.  Whether what followed
-them is proposed, or the network is asked, is learnt: a draft is taken from the source of whose drafts more
-tokens have been accepted, where the network is one source and matches of n tokens are another one for each n.
-A row whose draft was looked up does not run the network, which only takes in what it is fed.
+The last tokens of a row are looked up in the row itself, as the n-gram drafter does.  What followed them is
+proposed where more of it is expected to be accepted than has been of the network's drafts, else the network
+is asked.  A row whose draft was looked up does not run the network, which only takes in what it is fed.
 """
 
 from __future__ import annotations
@@ -13,34 +12,31 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from angelspec_backend.core.draft_policy import Share
+from angelspec_backend.core.draft_records import Share
 from angelspec_backend.core.messages import DraftOutput, split_rows
 from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
-from angelspec_backend.drafters.ngram import NgramIndex
+from angelspec_backend.drafters.matches import Matches, Text
 from angelspec_backend.engine.batch import pad_block_table, ragged
 
-NETWORK = 0
-"""The source of the network's drafts; a source n > 0 is a match of n tokens."""
-
-PRIOR, PRIOR_WEIGHT = 1.0, 2.0
-"""Accepted tokens that are expected of a draft while nothing is known, and the drafts that this counts."""
+PRIOR, PRIOR_WEIGHT = 0.5, 2.0
+"""Accepted tokens that are expected of the network while nothing is known, and the drafts this counts."""
 OVERALL_WEIGHT = 4.0
 """Drafts that the record of all sequences counts beside a sequence's own."""
 OVERALL_FADING, OWN_FADING = 0.99, 0.95
 """Factors per draft by which records fade."""
 PROBE_INTERVAL = 64
-"""Choices after which the source that seems worse is tried all the same: it may have become better."""
+"""Choices after which what seems worse is tried all the same: the network may have become better."""
 
 
 @dataclass
 class Row:
     """What is known of the sequence in a slot."""
 
-    index: NgramIndex
-    accepted: list[Share]  # by source: tokens accepted per draft
-    source: int = NETWORK  # of the draft that was proposed last
-    draft: list[int] = field(default_factory=list)
+    text: Text
+    accepted: Share  # tokens accepted per draft of the network
+    asked: bool = False  # whether the network was for the last draft
+    draft: list[int] = field(default_factory=list)  # what it drafted
 
 
 class LookupDrafter:
@@ -60,7 +56,7 @@ class LookupDrafter:
         self._drafter, self._max_n, self._most = drafter, max_n, most
         self._tokens = np.zeros((num_blocks, block_size), np.int32)  # the token behind each position
         self._rows: dict[int, Row] = {}  # by slot
-        self._overall = self._shares(OVERALL_FADING)
+        self._matches, self._accepted = Matches(), Share(OVERALL_FADING)  # of all sequences
         self._num_choices = 0
 
     def propose(
@@ -72,20 +68,18 @@ class LookupDrafter:
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
         known = self._feed(rows, feed_token_ids, block_table)
-        lookup_only, wanted = rows["lookup_only"] == 1, rows["num_draft_tokens"].tolist()
-        found = [
-            self._look_up(row, count, alone)
-            for row, count, alone in zip(known, wanted, lookup_only.tolist(), strict=True)
-        ]
+        names = ["num_draft_tokens", "min_chance", "lookup_only"]
+        found = [self._look_up(row, *wanted) for row, wanted in zip(known, rows[names].tolist(), strict=True)]
         asked = rows.copy()
         asked["num_draft_tokens"] = np.minimum(rows["num_draft_tokens"], self._most)
-        asked["num_draft_tokens"][lookup_only | [len(draft) > 0 for draft in found]] = 0
+        asked["num_draft_tokens"][(rows["lookup_only"] == 1) | [len(draft) > 0 for draft in found]] = 0
         output = self._drafter.propose(asked, feed_token_ids, block_table, hidden_states)
-        drafted = split_rows(output.token_ids, output.lens)
-        for row, looked_up, by_network in zip(known, found, drafted, strict=True):
-            row.draft = looked_up or by_network.tolist()
-        lens = np.array([len(row.draft) for row in known], np.int32)
-        return DraftOutput(np.array([token for row in known for token in row.draft], np.int32), lens)
+        drafted = [draft.tolist() for draft in split_rows(output.token_ids, output.lens)]
+        for row, count, draft in zip(known, asked["num_draft_tokens"].tolist(), drafted, strict=True):
+            row.asked, row.draft = count > 0, draft
+        drafts = [looked_up or by_network for looked_up, by_network in zip(found, drafted, strict=True)]
+        lens = np.array([len(draft) for draft in drafts], np.int32)
+        return DraftOutput(np.array([token for draft in drafts for token in draft], np.int32), lens)
 
     def _feed(
         self, rows: NDArray[np.void], feed_token_ids: NDArray[np.int32], block_table: NDArray[np.int32]
@@ -98,9 +92,9 @@ class LookupDrafter:
         ]
         for row, feed in zip(known, split_rows(feed_token_ids, rows["num_feed"]), strict=True):
             followed = feed.tolist()
-            if row.draft:
+            if row.asked:
                 self._observe(row, followed)
-            row.index.extend(followed)
+            row.text.extend(followed)
         row_of, offset = ragged(rows["num_feed"])
         block, within = np.divmod(rows["num_fed"][row_of] + offset, self._tokens.shape[1])
         self._tokens[table[row_of, block], within] = feed_token_ids
@@ -109,35 +103,30 @@ class LookupDrafter:
     def _row(self, slot: int, num_fed: int, blocks: NDArray[np.int32]) -> Row:
         """The slot's row; a new one where another sequence has begun, which may have cached blocks."""
         row, block_size = self._rows.get(slot), self._tokens.shape[1]
-        if row is not None and len(row.index) == num_fed and num_fed % block_size:
+        if row is not None and len(row.text.index) == num_fed and num_fed % block_size:
             return row  # cached blocks are whole
         token_ids = self._tokens[blocks[: -(-num_fed // block_size)]].ravel()[:num_fed].tolist()
-        if row is None or not row.index.holds(token_ids):
-            row = self._rows[slot] = Row(NgramIndex(1, self._max_n), self._shares(OWN_FADING))
-            row.index.extend(token_ids)
+        if row is None or not row.text.index.holds(token_ids):
+            row = self._rows[slot] = Row(Text(1, self._max_n, self._matches), Share(OWN_FADING))
+            row.text.extend(token_ids)
         return row
 
-    def _look_up(self, row: Row, count: int, alone: bool) -> list[int]:
-        """A draft of so many tokens, or none.  alone: the network is not to be asked"""
-        draft, size = row.index.continuation(count) if count > 0 else ([], 0)
-        row.source = size if draft and (alone or self._prefers(row, size)) else NETWORK
-        return draft if row.source else []
+    def _look_up(self, row: Row, count: int, min_chance: float, alone: bool) -> list[int]:
+        """A draft of at most so many tokens, or none.  alone: the network is not to be asked"""
+        draft, expected = row.text.look_up(count, min_chance)
+        return draft if alone or (draft and self._prefers(row, expected)) else []
 
-    def _prefers(self, row: Row, size: int) -> bool:
-        """Whether a match of so many tokens is to be tried, and not the network."""
+    def _prefers(self, row: Row, expected: float) -> bool:
+        """Whether a match of which so many tokens are expected to be right is proposed; else the network is
+        asked."""
         self._num_choices += 1
-        better = self._expected(row, size) >= self._expected(row, NETWORK)
+        overall = self._accepted.estimate(PRIOR, PRIOR_WEIGHT)
+        better = expected >= row.accepted.estimate(overall, OVERALL_WEIGHT)
         return better != (self._num_choices % PROBE_INTERVAL == 0)
 
-    def _expected(self, row: Row, source: int) -> float:
-        overall = self._overall[source].estimate(PRIOR, PRIOR_WEIGHT)
-        return row.accepted[source].estimate(overall, OVERALL_WEIGHT)
-
     def _observe(self, row: Row, followed: list[int]) -> None:
+        """Take in what followed the network's last draft, which may have been empty."""
         agrees = [a == b for a, b in zip(row.draft, followed, strict=False)]
         num_accepted = agrees.index(False) if False in agrees else len(agrees)
-        for shares in (row.accepted, self._overall):
-            shares[row.source].observe(num_accepted, 1)
-
-    def _shares(self, fading: float) -> list[Share]:
-        return [Share(fading) for _ in range(self._max_n + 1)]
+        for share in (row.accepted, self._accepted):
+            share.observe(num_accepted, 1)

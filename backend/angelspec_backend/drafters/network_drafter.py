@@ -75,7 +75,9 @@ class NetworkDrafter(ABC, Generic[Network]):
         hidden_states: NDArray[np.uint8],
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
-        return self.draft(rows, feed_token_ids, block_table, hidden_states, confident=False).output()
+        confident = bool((rows["min_chance"] > 0).any())
+        drafts = self.draft(rows, feed_token_ids, block_table, hidden_states, confident)
+        return drafts.cut(rows["min_chance"]).output()
 
     @abstractmethod
     def draft(
@@ -90,7 +92,8 @@ class NetworkDrafter(ABC, Generic[Network]):
 
         rows: [num_rows] of ROW; feed_token_ids: [sum(num_feed)] the tokens behind the fed positions;
         block_table: [sum(num_blocks)]; hidden_states: the bytes of [sum(num_feed), num_taps, target_hidden];
-        confident: whether confidences are wanted, which the loop does not.
+        confident: whether confidences are wanted, by which drafts are cut; a draft may then go on behind
+        its last token that is worth verifying.
         """
 
     @staticmethod

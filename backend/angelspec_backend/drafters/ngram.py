@@ -11,57 +11,7 @@ from numpy.typing import NDArray
 
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput, split_rows
-
-
-class NgramIndex:
-    """The tokens of one sequence, and where each n-gram in them ended last.
-
-    Adding a token and looking one up take the same time whatever the length of the text.
-    """
-
-    def __init__(self, min_n: int, max_n: int) -> None:
-        self._sizes = range(min_n, max_n + 1)
-        self._token_ids: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind its latest occurrence
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    def holds(self, token_ids: list[int]) -> bool:
-        """Whether its tokens are these."""
-        return self._token_ids == token_ids
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Append tokens.  The n-grams at the very end stay out of the index, lest they find themselves."""
-        start = len(self._token_ids)
-        self._token_ids += token_ids
-        for end in range(start, len(self._token_ids)):
-            for size in self._sizes:
-                if size > end:
-                    break
-                self._ends[tuple(self._token_ids[end - size : end])] = end
-
-    def truncated(self, length: int) -> NgramIndex:
-        """An index of the first ``length`` tokens, built anew: this is rare and n-grams keep one position."""
-        index = NgramIndex(self._sizes.start, self._sizes.stop - 1)
-        index.extend(self._token_ids[:length])
-        return index
-
-    def continuation(self, count: int) -> tuple[list[int], int]:
-        """What followed the longest known suffix at its latest earlier occurrence, and the suffix's size.
-
-        ``count`` tokens, or none where no suffix is known.  Where they reach the end of the text they go on
-        with themselves: periodic text stays periodic.
-        """
-        length = len(self._token_ids)
-        for size in reversed(self._sizes):
-            if size >= length:
-                continue
-            end = self._ends.get(tuple(self._token_ids[length - size :]))
-            if end is not None:
-                known = self._token_ids[end : end + count]
-                return [known[i % (length - end)] for i in range(count)], size
-        return [], 0
+from angelspec_backend.drafters.matches import Matches, Text
 
 
 class NgramDrafter:
@@ -73,8 +23,9 @@ class NgramDrafter:
         """min_n, max_n: shortest and longest suffix to look up, in tokens."""
         if not 1 <= min_n <= max_n:
             raise ValueError(f"n-gram sizes must satisfy 1 <= min <= max, got min {min_n} and max {max_n}")
-        self._min_n, self._max_n = min_n, max_n
-        self._slots = [NgramIndex(min_n, max_n) for _ in range(max_num_seqs)]
+        self._sizes = min_n, max_n
+        self._overall = Matches()
+        self._slots = [self._new_text() for _ in range(max_num_seqs)]
 
     def propose(
         self,
@@ -91,23 +42,25 @@ class NgramDrafter:
         token_ids: list[int] = []
         lens = np.zeros(len(rows), np.int32)
         feeds = split_rows(feed_token_ids, rows["num_feed"])
-        wanted = rows["num_draft_tokens"].tolist()
-        for i, (slot, fed) in enumerate(zip(rows["slot"].tolist(), rows["num_fed"].tolist(), strict=True)):
-            index = self._rolled_back(slot, fed)
-            index.extend(feeds[i].tolist())
-            draft = index.continuation(wanted[i])[0] if wanted[i] > 0 else []
+        names = ["slot", "num_fed", "num_draft_tokens", "min_chance"]
+        for i, (slot, fed, wanted, min_chance) in enumerate(rows[names].tolist()):
+            text = self._rolled_back(slot, fed)
+            text.extend(feeds[i].tolist())
+            draft, _ = text.look_up(wanted, min_chance)
             token_ids += draft
             lens[i] = len(draft)
         return DraftOutput(np.array(token_ids, np.int32), lens)
 
-    def _rolled_back(self, slot: int, num_fed: int) -> NgramIndex:
-        """The slot's index, cut to the tokens that still hold."""
-        index = self._slots[slot]
-        if num_fed > len(index):
-            raise ValueError(f"slot {slot} was fed {len(index)} tokens, but the row says {num_fed}")
+    def _new_text(self) -> Text:
+        return Text(*self._sizes, self._overall)
+
+    def _rolled_back(self, slot: int, num_fed: int) -> Text:
+        """The slot's text, cut to the tokens that still hold."""
+        text = self._slots[slot]
+        if num_fed > len(text.index):
+            raise ValueError(f"slot {slot} was fed {len(text.index)} tokens, but the row says {num_fed}")
         if num_fed == 0:
-            index = NgramIndex(self._min_n, self._max_n)
-        elif num_fed < len(index):
-            index = index.truncated(num_fed)
-        self._slots[slot] = index
-        return index
+            text = self._slots[slot] = self._new_text()
+        elif num_fed < len(text.index):
+            text.truncate(num_fed)
+        return text
