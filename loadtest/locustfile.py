@@ -41,14 +41,13 @@ class StreamUser(User):
 
     abstract = True
     protocol: str
-    client: Client
-
-    def connect(self, server: str, timeout: float) -> Client:
-        """A client of this user's own."""
-        raise NotImplementedError
+    client_type: type[GrpcClient] | type[HttpClient]
+    client: Client  # of this user's own
 
     def on_start(self) -> None:
-        self.client = self.connect(self.host or SERVERS[self.protocol], settings().request_timeout)
+        self.client = self.client_type(
+            self.host or SERVERS[self.protocol], timeout=settings().request_timeout
+        )
 
     def on_stop(self) -> None:
         self.client.close()
@@ -76,44 +75,39 @@ class StreamUser(User):
 
     def report(self, record: Record) -> None:
         """Tell Locust of the request, and of the first token and the gaps of an answer without error."""
-        fire = functools.partial(
-            self.environment.events.request.fire,
-            request_type=self.protocol.upper(),
-            context={**self.context(), "task": record.task},
-        )
-        tokens = sum(tokens for _, tokens in record.arrivals)
+        context = {**self.context(), "task": record.task}
+
+        def fire(name: str, seconds: float, tokens: int = 0, error: Exception | None = None) -> None:
+            self.environment.events.request.fire(
+                request_type=self.protocol.upper(),
+                name=name,
+                response_time=1000.0 * seconds,
+                response_length=tokens,
+                exception=error,
+                context=context,
+            )
+
         error = None if record.error is None else RequestFailed(record.error)
-        fire(name="total", response_time=1000.0 * record.duration_s, response_length=tokens, exception=error)
+        fire("total", record.duration_s, sum(tokens for _, tokens in record.arrivals), error)
         if error is None:
             generation = record.generation()
-            fire(
-                name="time to first token",
-                response_time=1000.0 * generation.ttft_s,
-                response_length=0,
-                exception=None,
-            )
+            fire("time to first token", generation.ttft_s)
             for gap in token_gaps(generation.chunks).tolist():
-                fire(
-                    name="inter-token latency", response_time=1000.0 * gap, response_length=0, exception=None
-                )
+                fire("inter-token latency", gap)
 
 
 class GrpcStreamUser(StreamUser):
     """Over gRPC: a bidirectional stream per request, on a channel of the user's own."""
 
     protocol = "grpc"
-
-    def connect(self, server: str, timeout: float) -> Client:
-        return GrpcClient(server, timeout=timeout)
+    client_type = GrpcClient
 
 
 class HttpStreamUser(StreamUser):
     """Over HTTP: server-sent events of generate_stream."""
 
     protocol = "http"
-
-    def connect(self, server: str, timeout: float) -> Client:
-        return HttpClient(server, timeout=timeout)
+    client_type = HttpClient
 
 
 class TierShape(LoadTestShape):
@@ -134,11 +128,10 @@ class TierShape(LoadTestShape):
     def tick(self) -> tuple[int, float, list[type[User]]] | None:
         assert self.runner is not None
         environment = self.runner.environment
-        if not self.tiers:
-            if not prepare(environment):
-                environment.process_exit_code = 1
-                return None
-            self.tiers = schedule(settings())
+        if not (self.tiers or prepare(environment)):
+            environment.process_exit_code = 1
+            return None
+        self.tiers = self.tiers or schedule(settings())
         seconds = self.get_run_time()
         users = users_at(self.tiers, seconds)
         if self.runner.user_count:

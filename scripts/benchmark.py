@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from angelspec_client import AngelSpecError
-from benchmark_options import counts, names, run_command
+from benchmark_options import add_requests, counts, names, read_requests, run_command
 from benchmark_report import AR, Answers, describe_machine, make_cell, make_table, to_line
 from load import DEFAULT_SERVERS, Request, Window, connect, run_loop, run_window, warm_up
 from loadtest.task_sets import DEFAULT_PROMPTS, Prompt, PromptError, load_prompts
@@ -41,7 +41,7 @@ class Plan:
     prompts: Path
     modes: tuple[str, ...]  # names of drafters, none for AR
     concurrency: tuple[int, ...]
-    requests: int  # per window; 0: max(16, 2 * concurrency)
+    requests: Mapping[int, int]  # per window, by concurrency
     windows: int
     max_tokens: int
     ignore_eos: bool
@@ -57,7 +57,7 @@ async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[s
     sender = connect(plan.server, plan.protocol, timeout=plan.timeout)
     answers = Answers()
     for concurrency in plan.concurrency:
-        size = plan.requests or max(16, 2 * concurrency)
+        size = plan.requests[concurrency]
         windows: dict[str, list[Window]] = {mode: [] for mode in plan.modes}
         for mode in plan.modes:
             await warm_up(sender, make_requests(plan, prompts, mode, range(size)), concurrency)
@@ -127,7 +127,7 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL file, folder of them, or public set")
     add("--modes", type=names, default=(AR, "ngram"), help="drafters, none for AR: none,ngram")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
-    add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
+    add_requests(parser)
     add("--windows", type=int, default=3, help="how often every cell is measured")
     add("--max-tokens", type=int, default=128)
     add("--ignore-eos", action="store_true", help="always generate --max-tokens")
@@ -137,9 +137,10 @@ def read_plan(arguments: Sequence[str]) -> Plan:
     add("--timeout", type=float, default=600.0, help="seconds per request")
     add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
     values = vars(parser.parse_args(arguments))
+    values["requests"] = read_requests(parser, values)
     values["server"] = values["server"] or DEFAULT_SERVERS[values["protocol"]]
-    if values["windows"] < 1 or values["requests"] < 0:
-        parser.error("--windows must be at least 1, --requests at least 0")
+    if values["windows"] < 1:
+        parser.error("--windows must be at least 1")
     return Plan(**values)
 
 

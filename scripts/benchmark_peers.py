@@ -50,7 +50,7 @@ async def measure(
 ) -> AsyncIterator[dict[str, Any]]:
     """Run everything, and yield a record when a window is complete."""
     for concurrency in plan.concurrency:
-        size = plan.requests or max(16, 2 * concurrency)
+        size = plan.requests[concurrency]
         for window in range(plan.windows):
             numbers = range(window * size, (window + 1) * size)
             for server in plan.servers:

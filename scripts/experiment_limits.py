@@ -1,24 +1,22 @@
 """Rollout limits: whether the figures of a mode allow it to take traffic, or say to roll it back.
 
 Ratios are of a mode's figure to that of plain decoding at the same concurrency.  The worst of all
-concurrencies counts, since a rollout meets all of them.
+concurrencies counts, since a rollout meets all of them.  report_rollback says what each limit bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
 from angelspec_backend.core.yaml_options import Section
+from report_cell import Cell
+from report_rollback import Limit
 
 AR_MODE = "ar"
-_AT_LEAST = ("tokens_per_second_ratio", "acceptance_length")
-
-Cell = Mapping[str, Any]
-"""One line of results: a mode at a concurrency."""
 
 
 class Limits(Section):
@@ -43,56 +41,29 @@ class Finding:
     """The worst value of one limit for one mode."""
 
     mode: str
-    limit: str
-    bound: float
+    limit: Limit
     value: float | None  # None: it was not measured, so nobody knows that the limit is kept
     concurrency: int | None  # where
 
     @property
     def kept(self) -> bool:
         """Whether the limit allows the rollout."""
-        if self.value is None:
-            return False
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
-
-    @property
-    def at_least(self) -> bool:
-        """Whether the bound is the least that is allowed, not the most."""
-        return self.limit in _AT_LEAST
+        return self.limit.keeps(self.value)
 
 
-def check_limits(cells: Sequence[Cell], limits: Limits) -> list[Finding]:
-    """One finding per limit that is set and mode but plain decoding, in the order of the cells."""
-    plain = {cell["concurrency"]: cell for cell in cells if cell["mode"] == AR_MODE}
-    modes = dict.fromkeys(cell["mode"] for cell in cells if cell["mode"] != AR_MODE)
+def check_limits(lines: Sequence[Mapping[str, Any]], limits: Limits) -> list[Finding]:
+    """One finding per limit that is set and mode but plain decoding, in the order of the lines of results."""
+    cells = [Cell.model_validate(line) for line in lines]
+    plain = {cell.concurrency: cell for cell in cells if cell.mode == AR_MODE}
     findings = []
-    for mode in modes:
-        own = [cell for cell in cells if cell["mode"] == mode]
-        for limit, bound in limits.model_dump(exclude_none=True).items():
-            values = list(_values(limit, own, plain))
-            if any(value is None for value, _ in values):
-                findings.append(Finding(mode, limit, bound, None, None))
-                continue
-            worst = min if limit in _AT_LEAST else max
-            value, concurrency = worst(values)
-            findings.append(Finding(mode, limit, bound, value, concurrency))
+    for mode in dict.fromkeys(cell.mode for cell in cells if cell.mode != AR_MODE):
+        own = [cell for cell in cells if cell.mode == mode]
+        for name, bound in limits.model_dump(exclude_none=True).items():
+            limit = Limit(name, bound)
+            values = [(limit.value(cell, plain.get(cell.concurrency)), cell.concurrency) for cell in own]
+            known = [(value, concurrency) for value, concurrency in values if value is not None]
+            if len(known) < len(values):
+                findings.append(Finding(mode, limit, None, None))
+            else:
+                findings.append(Finding(mode, limit, *(min if limit.at_least else max)(known)))
     return findings
-
-
-def _values(
-    limit: str, cells: Sequence[Cell], plain: Mapping[int, Cell]
-) -> Iterator[tuple[float | None, int]]:
-    """(value, concurrency) of each cell."""
-    for cell in cells:
-        yield _value(limit, cell, plain.get(cell["concurrency"])), cell["concurrency"]
-
-
-def _value(limit: str, cell: Cell, plain: Cell | None) -> float | None:
-    if limit == "different_rate":
-        compared = cell.get("compared")
-        return (compared - cell["identical"]) / compared if compared else None
-    if not limit.endswith("_ratio"):
-        return cell.get(limit)
-    name = limit.removesuffix("_ratio")
-    mine, theirs = cell.get(name), (plain or {}).get(name)
-    return mine / theirs if mine is not None and theirs else None

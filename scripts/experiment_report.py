@@ -52,8 +52,9 @@ def limit_lines(findings: Sequence[Finding], canary_percent: float) -> Iterator[
         for finding in own:
             where = "" if finding.concurrency is None else f" at c={finding.concurrency}"
             value = "not measured" if finding.value is None else f"{finding.value:.4g}{where}"
-            bound = f"{'at least' if finding.at_least else 'at most'} {finding.bound:g}"
-            yield f"{mode} {finding.limit}: {value}, {bound}: {'ok' if finding.kept else 'rollback'}"
+            limit = finding.limit
+            bound = f"{'at least' if limit.at_least else 'at most'} {limit.bound:g}"
+            yield f"{mode} {limit.name}: {value}, {bound}: {'ok' if finding.kept else 'rollback'}"
         kept = all(finding.kept for finding in own)
         yield f"{mode}: " + (f"may take {canary_percent:g}% of the traffic" if kept else "roll back")
 

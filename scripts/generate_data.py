@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=384, help="of an answer")
     parser.add_argument("--max-length", type=int, default=1024, help="of a conversation, in tokens")
     parser.add_argument("--follow-up", type=float, default=0.25, help="share of conversations with two turns")
-    parser.add_argument("--greedy", type=float, default=0.5, help="share of conversations with greedy answers")
+    parser.add_argument("--greedy", type=float, default=0.5, help="share with greedy answers")
     parser.add_argument("--rows", type=int, default=64, help="conversations computed at a time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark_options import counts
+from benchmark_options import add_requests, counts, read_requests
 from loadtest.task_sets import DEFAULT_PROMPTS
 from peers_servers import PeerError, PeerServer, parse_server
 
@@ -23,7 +23,7 @@ class Plan:
     tokenizer: Path | None  # folder; None: prompts of any length
     max_prompt_tokens: int
     concurrency: tuple[int, ...]
-    requests: int  # per window; 0: max(16, 2 * concurrency)
+    requests: Mapping[int, int]  # per window, by concurrency
     windows: int
     max_tokens: int
     freeze: bool
@@ -45,7 +45,7 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--tokenizer", type=Path, metavar="FOLDER", help="leave out prompts that it finds too long")
     add("--max-prompt-tokens", type=int, default=860, help="how long, without the chat template")
     add("--concurrency", type=counts, default=(1, 4, 16, 64), help="requests in flight: 1,4,16,64")
-    add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
+    add_requests(parser)
     add("--windows", type=int, default=3, help="how often every cell is measured")
     add("--max-tokens", type=int, default=128)
     add("--freeze", action="store_true", help="stop the processes of servers that are not measured")
@@ -53,8 +53,9 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--start-timeout", type=float, default=600.0, help="seconds until a started server's first token")
     add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
     values = vars(parser.parse_args(arguments))
-    if values["windows"] < 1 or values["requests"] < 0 or values["max_tokens"] < 2:
-        parser.error("--windows must be at least 1, --requests at least 0, --max-tokens at least 2")
+    values["requests"] = read_requests(parser, values)
+    if values["windows"] < 1 or values["max_tokens"] < 2:
+        parser.error("--windows must be at least 1, --max-tokens at least 2")
     try:
         values["servers"] = read_servers(values["servers"], values.pop("start"), values.pop("body"))
     except PeerError as error:

@@ -47,21 +47,31 @@ class Limit:
     def __str__(self) -> str:
         return f"{self.name} {self.bound:g}"
 
-    def value(self, comparison: Comparison) -> float | None:
-        """None where it was not measured."""
-        found = _figure(comparison.cell, self.name)
+    @property
+    def at_least(self) -> bool:
+        """Whether the bound is the least that is allowed, not the most."""
+        return self.name in AT_LEAST
+
+    def value(self, cell: Cell, base: Cell | None) -> float | None:
+        """The figure of a cell next to that of plain decoding; None where it was not measured."""
+        found = _figure(cell, self.name)
         if not self.name.endswith("_ratio"):
             return found
-        base = _figure(comparison.base, self.name)
-        return found / base if found is not None and base else None
+        other = None if base is None else _figure(base, self.name)
+        return found / other if found is not None and other else None
+
+    def keeps(self, value: float | None) -> bool:
+        """Whether a value is allowed.  What was not measured is not known to be kept."""
+        if value is None:
+            return False
+        return value >= self.bound if self.at_least else value <= self.bound
 
     def broken_by(self, comparison: Comparison) -> str | None:
-        """What was found, None where the limit is kept.  What was not measured is not known to be kept."""
-        found = self.value(comparison)
-        if found is None:
-            return "not measured"
-        broken = found < self.bound if self.name in AT_LEAST else found > self.bound
-        return f"{found:.3g}" if broken else None
+        """What was found, None where the limit is kept."""
+        found = self.value(comparison.cell, comparison.base)
+        if self.keeps(found):
+            return None
+        return "not measured" if found is None else f"{found:.3g}"
 
 
 def _figure(cell: Cell, name: str) -> float | None:

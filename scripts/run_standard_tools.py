@@ -46,7 +46,7 @@ async def measure(plan: Plan, prompts: Sequence[Prompt]) -> AsyncIterator[dict[s
     }
     for concurrency in plan.concurrency:
         cells: dict[tuple[str, str], list[ToolWindow]] = {}
-        size = plan.requests or max(16, 2 * concurrency)
+        size = plan.requests[concurrency]
         for index in range(plan.windows):
             numbers = range(index * size, (index + 1) * size)
             for mode in plan.modes:

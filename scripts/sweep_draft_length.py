@@ -48,7 +48,7 @@ CONSOLE = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Servers:
-    """host:port by gRPC of the server with fixed lengths and of the one that adapts, where needed."""
+    """host:port by HTTP of the server with fixed lengths and of the one that adapts, where needed."""
 
     fixed: str | None
     auto: str | None
@@ -80,7 +80,7 @@ def serving(plan: Plan) -> Iterator[Servers]:
             CONSOLE.print(f"starting the server for {name} lengths", markup=False)
             server = TritonServer(ServerOptions(http, grpc, metrics, config=options, run_dir=folder))
             stack.enter_context(server).wait_until_ready()
-            found[name] = f"127.0.0.1:{grpc}"
+            found[name] = f"127.0.0.1:{http}"
         yield Servers(**found)
 
 
@@ -89,11 +89,11 @@ async def measure(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Run everything, and yield the cells of a concurrency, one per length, when they are complete."""
     senders: dict[Length, Sender] = {
-        length: connect(servers.of(length), timeout=plan.timeout) for length in plan.lengths
+        length: connect(servers.of(length), "http", timeout=plan.timeout) for length in plan.lengths
     }
     answers = Answers()
     for concurrency in plan.concurrency:
-        size = plan.requests or max(16, 2 * concurrency)
+        size = plan.requests[concurrency]
         windows: dict[Length, list[Window]] = {length: [] for length in plan.lengths}
         for length, sender in senders.items():
             await warm_up(sender, make_requests(plan, prompts, length, range(size)), concurrency)
@@ -143,7 +143,7 @@ async def run(plan: Plan) -> list[dict[str, Any]]:
         assert server is not None
         conditions = {
             "experiment": "draft length",
-            **describe_subject(Subject(server, "", {}), "grpc"),
+            **describe_subject(Subject(server, "", {}), "http"),
             "settings": plan.settings(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark_options import counts, names
+from benchmark_options import add_requests, counts, names, read_requests
 from loadtest.task_sets import DEFAULT_PROMPTS
 from sweep_report import Length, Limit
 
@@ -23,7 +23,7 @@ class Plan:
     lengths: tuple[Length, ...]
     concurrency: tuple[int, ...]
     prompts: tuple[str, ...]  # files, folders, public sets
-    requests: int  # per window; 0: max(16, 2 * concurrency)
+    requests: Mapping[int, int]  # per window, by concurrency
     windows: int
     max_tokens: int
     ignore_eos: bool
@@ -84,7 +84,7 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--lengths", type=draft_lengths, default=draft_lengths("0-8,auto"), help="0-8,auto")
     add("--concurrency", type=counts, default=(1, 4, 8, 16, 32, 64), help="requests in flight: 1,4,8,16")
     add("--prompts", nargs="+", default=[str(DEFAULT_PROMPTS)], help="files, folders, public sets")
-    add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
+    add_requests(parser)
     add("--windows", type=int, default=3, help="how often every cell is measured")
     add("--max-tokens", type=int, default=128)
     add("--ignore-eos", action="store_true", help="always generate --max-tokens")
@@ -93,15 +93,16 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--timeout", type=float, default=600.0, help="seconds per request")
     add("--target", default="", help="id or folder; default: SmolLM2-135M-Instruct")
     add("--config", default="", metavar="FILE", help="YAML file with engine options of the servers")
-    add("--server", metavar="HOST:PORT", help="gRPC of a running server with adaptive_drafts: false")
-    add("--auto-server", metavar="HOST:PORT", help="gRPC of a running server that adapts")
+    add("--server", metavar="HOST:PORT", help="HTTP of a running server with adaptive_drafts: false")
+    add("--auto-server", metavar="HOST:PORT", help="HTTP of a running server that adapts")
     add("--max-p99-ms", type=float, help="the slowest requests may take so long")
     add("--max-p99-ratio", type=float, default=1.1, help="or so many times as long as in plain decoding")
     add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
     add("--picture", type=Path, help="draws a picture: .png, .svg or .pdf")
     add("--read", type=Path, metavar="FILE", help="measures nothing, shows the lines of an earlier run")
     values = vars(parser.parse_args(arguments))
-    if values["windows"] < 1 or values["requests"] < 0:
-        parser.error("--windows must be at least 1, --requests at least 0")
+    values["requests"] = read_requests(parser, values)
+    if values["windows"] < 1:
+        parser.error("--windows must be at least 1")
     limit = Limit(values.pop("max_p99_ms"), values.pop("max_p99_ratio"))
     return Plan(**values | {"prompts": tuple(values["prompts"])}, limit=limit)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark_options import counts, names
+from benchmark_options import add_requests, counts, names, read_requests
 from benchmark_report import AR
 from loadtest.task_sets import DEFAULT_PROMPTS
 
@@ -32,7 +32,7 @@ class Plan:
     prompts: tuple[str, ...]  # files, folders, public sets
     modes: tuple[str, ...]  # names of drafters, none for AR
     concurrency: tuple[int, ...]
-    requests: int  # per window; 0: max(16, 2 * concurrency)
+    requests: Mapping[int, int]  # per window, by concurrency
     windows: int
     max_tokens: int
     timeout: float  # seconds per run of a tool
@@ -66,18 +66,19 @@ def read_plan(arguments: Sequence[str], description: str) -> Plan:
     add("--prompts", nargs="+", default=[str(DEFAULT_PROMPTS)], help="files, folders, public sets")
     add("--modes", type=names, default=(AR,), help="drafters, none for AR: none,ngram")
     add("--concurrency", type=counts, default=(4, 8, 16, 32, 64), help="requests in flight: 4,8,16,32,64")
-    add("--requests", type=int, default=0, help="per window; default max(16, 2 * concurrency)")
+    add_requests(parser)
     add("--windows", type=int, default=1, help="how often every cell is measured")
     add("--max-tokens", type=int, default=128)
     add("--timeout", type=float, default=900.0, help="seconds per run of a tool")
     add("--work", type=Path, default=ROOT / "run" / "tools", help="folder of the tools' files")
     add("--out", type=Path, help="file the JSON lines are appended to; default standard output")
     values = vars(parser.parse_args(arguments))
+    values["requests"] = read_requests(parser, values)
     plan = Plan(**values | {"prompts": tuple(values["prompts"])})
     if unknown := set(plan.tools) - set(TOOLS):
         parser.error(f"--tools: unknown {', '.join(sorted(unknown))}; allowed: {', '.join(TOOLS)}")
-    if plan.windows < 1 or (plan.requests and plan.requests < max(plan.concurrency)):
-        parser.error("--windows must be at least 1, --requests 0 or at least as many as are in flight")
+    if plan.windows < 1 or any(size < concurrency for concurrency, size in plan.requests.items()):
+        parser.error("--windows must be at least 1, --requests at least as many as are in flight")
     if "aiperf" in plan.tools and (plan.tokenizer is None or not plan.tokenizer.is_dir()):
         parser.error(f"aiperf needs --tokenizer, a folder; got {plan.tokenizer}")
     for tool, command in (("perf_analyzer", plan.perf_analyzer), ("aiperf", plan.aiperf)):

@@ -140,3 +140,19 @@ def test_senseless_arguments_are_refused(arguments, capsys):
 def test_a_generation_is_a_usage_with_text():
     assert isinstance(generation([(1, 0.1)]), Generation)
     assert generation([(1, 0.1)]).finish_reason == "length"
+
+
+def test_a_window_has_as_many_requests_as_its_concurrency_was_given():
+    def given(*arguments):
+        return dict(benchmark.read_plan(["--concurrency", "1,4,64", *arguments]).requests)
+
+    assert given() == {1: 16, 4: 16, 64: 128}
+    assert given("--requests", "5") == {1: 5, 4: 5, 64: 5}
+    assert given("--requests", "8,8,64") == {1: 8, 4: 8, 64: 64}
+
+
+@pytest.mark.parametrize("requests", ["4,8", "0", "4,x,8", "-1"])
+def test_wrong_numbers_of_requests_are_refused(requests, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.read_plan(["--concurrency", "1,4,64", f"--requests={requests}"])
+    assert "--requests" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from experiment_report import limit_lines, make_table, progress_line
 from experiment_results import Results, ResultsError
 from load import Request, Window
 from loadtest.task_sets import Prompt
+from report_rollback import FIGURES
 from server_counters import Counters, parse_counters
 
 EXAMPLES = Path(run_experiment.__file__).parent / "experiments"
@@ -277,7 +278,8 @@ def test_a_line_of_progress_tells_errors_and_other_counts():
 
 
 def cell_of(mode, concurrency, **figures):
-    return {"mode": mode, "concurrency": concurrency, "identical": 9, "compared": 10} | figures
+    basic = {"requests": 10, "output_tokens": 100, "duration_s": 1.0, "p50_ms": 80.0, "p99_ms": None}
+    return {"mode": mode, "concurrency": concurrency, "identical": 9, "compared": 10} | basic | figures
 
 
 CELLS = [
@@ -311,6 +313,10 @@ def test_a_limit_that_was_not_measured_is_not_kept():
     assert (finding.value, finding.kept) == (None, False)
     (finding,) = check_limits(CELLS[1:2], Limits.model_validate({"p99_ms_ratio": 2.0}))
     assert not finding.kept
+
+
+def test_every_limit_of_the_file_bounds_a_figure_that_reports_know():
+    assert set(Limits.model_fields) <= set(FIGURES)
 
 
 def test_the_lines_say_value_limit_and_verdict():

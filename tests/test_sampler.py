@@ -293,6 +293,24 @@ def test_the_native_kernel_decides_nearly_every_row_by_the_rule(seed):
 
 
 @pytest.mark.skipif(not native.available(), reason="no g++")
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_logits_of_some_tokens_are_sampled_as_if_the_others_were_impossible(seed):
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.choice([5, 300, 9001, 50257]))
+    ids = np.sort(rng.permutation(vocab)[: rng.integers(1, vocab + 1)])
+    dtype = [torch.bfloat16, torch.float32][rng.integers(2)]
+    logits, rows = random_logits(rng, 12, len(ids), dtype), random_rows(rng, 12)
+    everywhere = torch.full((12, vocab), -torch.inf, dtype=dtype)
+    everywhere[:, torch.from_numpy(ids)] = logits
+    tokens = sampler.sample_natively(logits, rows, sampler.Columns.of(ids, vocab))
+    decided = tokens != sampler.UNDECIDED
+    assert tokens[decided].tolist() == np.array(by_the_rule(everywhere, rows))[decided].tolist()
+    assert decided[~rows.restricted].all()
+    assert decided.sum() >= 9
+
+
+@pytest.mark.skipif(not native.available(), reason="no g++")
 @pytest.mark.parametrize("scale", [0.1, 1, 2.5])
 @pytest.mark.parametrize(
     "parameters", [{}, {"top_p": 0.95}, {"min_p": 1e-3}, {"top_k": 4000}, {"top_k": 6000, "top_p": 0.9}]

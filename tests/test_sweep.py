@@ -249,12 +249,12 @@ def test_the_picture_shows_every_case(tmp_path):
 
 
 def test_a_small_sweep_of_the_real_server(server, tmp_path, capfd):
-    grpc = Endpoint(server.options).grpc
+    http = Endpoint(server.options).http
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "Count to ten.", "task": "a"}\n{"prompt": "Say yes.", "task": "b"}\n')
     plan = sweep_options.read_plan(
         [
-            *("--server", grpc, "--auto-server", grpc, "--lengths", "0,2,auto", "--concurrency", "2"),
+            *("--server", http, "--auto-server", http, "--lengths", "0,2,auto", "--concurrency", "2"),
             *("--prompts", str(prompts), "--requests", "4", "--windows", "2", "--max-tokens", "8"),
             *("--out", str(out), "--picture", str(tmp_path / "sweep.png")),
         ],

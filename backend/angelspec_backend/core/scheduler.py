@@ -102,9 +102,9 @@ class Scheduler:
             reserved -= 1
             if seq.slot is not None and (row := self._plan(seq, self._budget - reserved, rows, drafts)):
                 rows.append(row)
-        if rows:
+        num_waiting = len(prefilling) + min(len(self.waiting), len(self._slots))
+        if rows and num_waiting:
             num_decoded = self.config.max_batch_tokens - self._budget
-            num_waiting = len(prefilling) + min(len(self.waiting), len(self._slots))
             self._budget = self._prefill.limit(num_decoded, len(rows), num_waiting, self._budget)
         for seq in prefilling:
             if seq.slot is not None and self._budget > 0 and (row := self._plan(seq, self._budget, rows)):

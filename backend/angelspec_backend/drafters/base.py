@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.loop_config import DrafterInfo
-from angelspec_backend.core.messages import NO_DRAFTER, DraftOutput, StepInput
+from angelspec_backend.core.messages import NO_DRAFTER, DraftOutput, RowRanges, StepInput, split_rows
 
 logger = logging.getLogger(__name__)
 
@@ -87,39 +88,45 @@ class DrafterHost:
         Raises:
             ValueError: the step contradicts itself or names a slot or drafter that does not exist.
         """
-        self._check(step)
         rows = step.rows
+        if len(rows) == 0:
+            return DraftOutput.empty(0)
+        ranges = RowRanges(rows)
+        hidden_lens = self._check(step, ranges)
         chosen: list[NDArray[np.bool_]] = []
         outputs: list[DraftOutput] = []
-        for index in range(len(self.drafters)):
-            mine = (rows["drafter"] == index) & self._up_to_date(index, rows)
+        for index in range(max(ranges.least("drafter"), 0), ranges.largest("drafter") + 1):
+            mine = self._rows_of(index, rows)
+            if mine.all():  # as it mostly is
+                return self._ask(index, step)
             if mine.any():
                 chosen.append(mine)
-                outputs.append(self._ask(index, step, mine))
+                outputs.append(self._ask(index, _select(step, hidden_lens, mine)))
         return _merge(len(rows), chosen, outputs)
 
-    def _up_to_date(self, index: int, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _rows_of(self, index: int, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+        """A drafter's rows, those that it is behind with left out.  [num_rows]"""
+        mine: NDArray[np.bool_] = rows["drafter"] == index
         behind = self._behind[index]
-        behind[rows["slot"][(rows["drafter"] == index) & (rows["num_fed"] == 0)]] = False
-        return ~behind[rows["slot"]]
+        if behind.any():
+            behind[rows["slot"][mine & (rows["num_fed"] == 0)]] = False
+            mine &= ~behind[rows["slot"]]
+        return mine
 
-    def _ask(self, index: int, step: StepInput, mine: NDArray[np.bool_]) -> DraftOutput:
-        drafter, rows = self.drafters[index], step.rows
+    def _ask(self, index: int, step: StepInput) -> DraftOutput:
+        """A drafter's drafts for a step that holds its rows alone."""
+        drafter = self.drafters[index]
         try:
-            return drafter.propose(
-                rows[mine],
-                step.feed_token_ids[np.repeat(mine, rows["num_feed"])],
-                step.block_table[np.repeat(mine, rows["num_blocks"])],
-                _select(step.hidden_states, self._hidden_bytes(rows), mine),
-            )
+            return drafter.propose(step.rows, step.feed_token_ids, step.block_table, step.hidden_states)
         except Exception:
             self.num_failures[index] += 1
-            self._behind[index, rows["slot"][mine]] = True
+            self._behind[index, step.rows["slot"]] = True
             if self.num_failures[index] == 1:
                 logger.exception("drafter '%s' failed; its sequences go on without drafts", drafter.info.name)
-            return DraftOutput.empty(int(mine.sum()))
+            return DraftOutput.empty(len(step.rows))
 
-    def _check(self, step: StepInput) -> None:
+    def _check(self, step: StepInput, ranges: RowRanges) -> NDArray[np.int64]:
+        """Refuse a step that contradicts itself.  Returns each row's bytes of hidden states, [num_rows]."""
         rows = step.rows
         for name, low, high in (
             ("slot", 0, self._behind.shape[1] - 1),
@@ -127,31 +134,38 @@ class DrafterHost:
             ("num_feed", 0, len(step.feed_token_ids)),
             ("num_blocks", 0, len(step.block_table)),
         ):
-            for row in np.flatnonzero((rows[name] < low) | (rows[name] > high))[:1]:
+            if ranges.outside(name, low, high):
+                row = np.flatnonzero((rows[name] < low) | (rows[name] > high))[0]
                 raise ValueError(f"{name}: row {row} has {rows[name][row]}, allowed: {low} to {high}")
         for flat_name, lens_name in (("feed_token_ids", "num_feed"), ("block_table", "num_blocks")):
-            have, want = len(getattr(step, flat_name)), int(rows[lens_name].sum(dtype=np.int64))
+            have, want = len(getattr(step, flat_name)), ranges.total(lens_name)
             if have != want:
                 raise ValueError(f"{flat_name}: expected {want} entries (the sum of {lens_name}), got {have}")
-        have, want = len(step.hidden_states), int(self._hidden_bytes(rows).sum())
+        hidden_lens: NDArray[np.int64] = rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+        have, want = len(step.hidden_states), int(hidden_lens.sum())
         if have != want:
             raise ValueError(f"hidden_states: expected {want} bytes for the fed tokens, got {have}")
-
-    def _hidden_bytes(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
-        """Bytes of hidden states of each row.  [num_rows]"""
-        return rows["num_feed"] * self._bytes_per_token[rows["drafter"]]
+        return hidden_lens
 
 
-def _select(flat: NDArray[np.uint8], lens: NDArray[np.int64], mine: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """The bytes of some rows; they are many, so they are copied only if others lie between them.
+def _select(step: StepInput, hidden_lens: NDArray[np.int64], mine: NDArray[np.bool_]) -> StepInput:
+    """Some rows of a step, with what a drafter reads of them.
 
-    flat: [sum(lens)]; lens, mine: [num_rows]
+    Hidden states are many bytes, so they are copied only if those of others lie between them.
+    hidden_lens, mine: [num_rows]
     """
-    end = np.cumsum(lens)
-    if lens[mine].sum() == len(flat):
-        return flat
-    parts = [flat[end[row] - lens[row] : end[row]] for row in np.flatnonzero(mine & (lens > 0))]
-    return np.concatenate(parts) if parts else flat[:0]
+    rows, states = step.rows, step.hidden_states
+    if hidden_lens[mine].sum() != len(states):
+        of_row = split_rows(states, hidden_lens)
+        parts = [of_row[row] for row in np.flatnonzero(mine & (hidden_lens > 0))]
+        states = np.concatenate(parts) if parts else states[:0]
+    return replace(
+        step,
+        rows=rows[mine],
+        feed_token_ids=step.feed_token_ids[np.repeat(mine, rows["num_feed"])],
+        block_table=step.block_table[np.repeat(mine, rows["num_blocks"])],
+        hidden_states=states,
+    )
 
 
 def _merge(num_rows: int, chosen: list[NDArray[np.bool_]], outputs: list[DraftOutput]) -> DraftOutput:

@@ -13,7 +13,7 @@ from torch import Tensor
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.draft_vocab import DraftVocab
 from angelspec_backend.engine import native
-from angelspec_backend.engine.sampler import SamplingRows, sample
+from angelspec_backend.engine.sampler import UNDECIDED, SamplingRows, sample, sample_natively
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,28 @@ def choose(likeliest: Likeliest, rows: SamplingRows, vocab: DraftVocab | None) -
         return token_ids, probability
     index = torch.from_numpy(sampling).to(logits.device)
     part, token_ids, probability = logits[index], token_ids.clone(), probability.clone()
-    tokens = sample(part if vocab is None else vocab.spread(part), rows[sampling])
-    sampled = torch.from_numpy(tokens).long().to(logits.device)
+    sampled = torch.from_numpy(_sample(part, rows[sampling], vocab)).long().to(logits.device)
     both = torch.stack([sampled, token_ids[index]], 1)
     pair = part.gather(1, both if vocab is None else vocab.draft_ids[both]).float()
     probability[index] *= (pair[:, 0] - pair[:, 1]).exp()
     token_ids[index] = sampled
     return token_ids, probability
+
+
+def _sample(logits: Tensor, rows: SamplingRows, vocab: DraftVocab | None) -> NDArray[np.int32]:
+    """Ids of the target, as if the tokens that cannot be drafted had logits of -inf.
+
+    logits: [n, draft vocabulary]; rows: [n].  Returns [n].
+    """
+    if vocab is None:
+        return sample(logits, rows)
+    if vocab.columns is None or not native.supports(logits.dtype, logits.device):
+        return sample(vocab.spread(logits), rows)
+    tokens = sample_natively(logits, rows, vocab.columns)
+    left = np.flatnonzero(tokens == UNDECIDED)
+    if len(left):
+        tokens[left] = sample(vocab.spread(logits[torch.from_numpy(left)]), rows[left])
+    return tokens
 
 
 class Choice:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from angelspec_backend.engine.sampler import Columns
+
 
 class DraftVocab(nn.Module):
     """Which target token each row of a drafter's head stands for."""
@@ -37,6 +39,9 @@ class DraftVocab(nn.Module):
                 f"it must hold offsets (target id - draft id), not target ids"
             )
         self.vocab_size = vocab_size
+        self.columns: Columns | None = None  # of the logits, where these are in the order of the target's ids
+        if bool((target_ids.diff() > 0).all()):
+            self.columns = Columns.of(target_ids.cpu().numpy(), vocab_size)
         self.register_buffer("d2t", d2t.long())
         self.register_buffer("target_ids", target_ids, persistent=False)
         draft_ids = torch.full((vocab_size,), -1, device=d2t.device)

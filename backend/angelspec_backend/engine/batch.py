@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from angelspec_backend.core.messages import ROW, DraftOutput, StepInput
+from angelspec_backend.core.messages import ROW, DraftOutput, RowRanges, StepInput
 from angelspec_backend.engine.graph_shapes import GraphShape, GraphShapes
 from angelspec_backend.engine.linear import padded_rows
 from angelspec_backend.engine.upload import upload
@@ -145,27 +145,34 @@ def check_step(
     rows = step.rows
     if rows.dtype != ROW or rows.ndim != 1:
         raise ValueError(f"rows: expected [num_rows] of ROW, got {rows.dtype} of shape {rows.shape}")
-    _check_range("num_tokens", rows["num_tokens"], 1, max_context)
-    _check_range("num_computed", rows["num_computed"], 0, max_context - 1)
-    _check_range("num_blocks", rows["num_blocks"], 1, num_blocks - 1)
-    _check_range("sample", rows["sample"], 0, 1)
-    _check_sum("token_ids", step.token_ids, "num_tokens", rows["num_tokens"])
-    _check_sum("block_table", step.block_table, "num_blocks", rows["num_blocks"])
+    ranges = RowRanges(rows)
+    for name, low, high in (
+        ("num_tokens", 1, max_context),
+        ("num_computed", 0, max_context - 1),
+        ("num_blocks", 1, num_blocks - 1),
+        ("sample", 0, 1),
+        ("num_taps", 0, num_layers),
+    ):
+        if ranges.outside(name, low, high):
+            _check_range(name, rows[name], low, high)
+    _check_sum("token_ids", step.token_ids, "num_tokens", ranges.total("num_tokens"))
+    _check_sum("block_table", step.block_table, "num_blocks", ranges.total("num_blocks"))
     _check_range("token_ids", step.token_ids, 0, vocab_size - 1)
     _check_range("block_table", step.block_table, 1, num_blocks - 1)
+    _check_sum("tap_ids", step.tap_ids, "num_taps", ranges.total("num_taps"))
     _check_taps(step, num_layers)
 
     if drafts.lens.shape != rows.shape:
         raise ValueError(f"draft lens: expected one per row ({len(rows)}), got shape {drafts.lens.shape}")
     allowed = np.where(rows["sample"] == 1, np.maximum(rows["num_draft_tokens"], 0), 0)
-    for row in np.flatnonzero((drafts.lens < 0) | (drafts.lens > allowed))[:1]:
+    for row in ((drafts.lens < 0) | (drafts.lens > allowed)).nonzero()[0][:1]:
         raise ValueError(f"draft lens: row {row} has {drafts.lens[row]} drafts, allowed: 0 to {allowed[row]}")
-    _check_sum("draft token_ids", drafts.token_ids, "draft lens", drafts.lens)
+    _check_sum("draft token_ids", drafts.token_ids, "draft lens", int(drafts.lens.sum(dtype=np.int64)))
     _check_range("draft token_ids", drafts.token_ids, 0, vocab_size - 1)
 
     end = rows["num_computed"].astype(np.int64) + rows["num_tokens"] + drafts.lens
     room = np.minimum(rows["num_blocks"].astype(np.int64) * block_size, max_context)
-    for row in np.flatnonzero(end > room)[:1]:
+    for row in (end > room).nonzero()[0][:1]:
         raise ValueError(
             f"row {row} reaches position {end[row] - 1}, but its {rows['num_blocks'][row]} blocks of "
             f"{block_size} and the context of {max_context} allow at most {room[row] - 1}"
@@ -173,23 +180,22 @@ def check_step(
 
 
 def _check_taps(step: StepInput, num_layers: int) -> None:
-    lens = step.rows["num_taps"]
-    if len(step.tap_ids) == 0 and not lens.any():
+    if len(step.tap_ids) == 0:
         return
-    _check_range("num_taps", lens, 0, num_layers)
-    _check_sum("tap_ids", step.tap_ids, "num_taps", lens)
     _check_range("tap_ids", step.tap_ids, 0, num_layers - 1)
-    row_of, index = ragged(lens)
-    for entry in np.flatnonzero((np.diff(step.tap_ids, prepend=-1) <= 0) & (index > 0))[:1]:
-        raise ValueError(f"tap_ids: those of row {row_of[entry]} are not ascending")
+    ends = np.cumsum(step.rows["num_taps"])  # [num_rows]
+    falls = step.tap_ids[1:] <= step.tap_ids[:-1]  # entry i + 1 is not above entry i
+    falls[ends[(ends > 0) & (ends < len(step.tap_ids))] - 1] = False  # it begins a row
+    for entry in falls.nonzero()[0][:1]:
+        row = np.searchsorted(ends, entry, side="right")
+        raise ValueError(f"tap_ids: those of row {row} are not ascending")
 
 
 def _check_range(name: str, values: NDArray, low: int, high: int) -> None:
-    for index in np.flatnonzero((values < low) | (values > high))[:1]:
+    for index in ((values < low) | (values > high)).nonzero()[0][:1]:
         raise ValueError(f"{name}: entry {index} is {values[index]}, allowed: {low} to {high}")
 
 
-def _check_sum(name: str, flat: NDArray, lens_name: str, lens: NDArray) -> None:
-    total = int(lens.sum(dtype=np.int64))
+def _check_sum(name: str, flat: NDArray, lens_name: str, total: int) -> None:
     if flat.shape != (total,):
         raise ValueError(f"{name}: expected {total} entries (the sum of {lens_name}), got shape {flat.shape}")

@@ -83,7 +83,7 @@ void angelspec_argmax(const void* logits, int32_t* out, float* probability, long
 void angelspec_sample(const SampleArgs* args, int dtype) {
     const SampleArgs& a = *args;
     auto sample_one = [&](long r) { a.tokens[r] = dtype ? sample<bf16>(a, r) : sample<float>(a, r); };
-    if (a.rows * a.vocab < PARALLEL_NORM) {
+    if (a.rows * a.columns < PARALLEL_NORM) {
         for (long r = 0; r < a.rows; r++) sample_one(r);
         return;
     }

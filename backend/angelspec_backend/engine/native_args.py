@@ -51,9 +51,9 @@ class SampleArgs(ctypes.Structure):
     """Mirrors SampleArgs in native_sampling.h."""
 
     _fields_ = (
-        *[(name, _pointer) for name in ("logits", "seed", "position", "temperature", "top_k", "top_p")],
-        *[(name, _pointer) for name in ("min_p", "tokens")],
-        *[(name, _long) for name in ("rows", "vocab")],
+        *[(name, _pointer) for name in ("logits", "token_of", "class_of", "seed", "position")],
+        *[(name, _pointer) for name in ("temperature", "top_k", "top_p", "min_p", "tokens")],
+        *[(name, _long) for name in ("rows", "columns", "vocab")],
         ("num_threads", _int),
     )
 

@@ -21,6 +21,7 @@ SOURCES = (
     "native_program.h",
     "native_rows.h",
     "native_sampling.h",
+    "native_tails.h",
     "native_tile.h",
     "native_simd.h",
 )

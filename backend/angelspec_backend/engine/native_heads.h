@@ -40,12 +40,12 @@ static inline float of_rank(int32_t rank) {
     return v;
 }
 
-// Tokens as keys that sort by falling logit, then by rising id.
-static inline uint64_t sort_key(float logit, long id) {
-    return (uint64_t)((uint32_t)~rank_of(logit) ^ 0x80000000u) << 32 | (uint64_t)id;
+// Columns as keys that sort by falling logit, then by rising number.
+static inline uint64_t sort_key(float logit, long column) {
+    return (uint64_t)((uint32_t)~rank_of(logit) ^ 0x80000000u) << 32 | (uint64_t)column;
 }
 static inline float logit_of(uint64_t key) { return of_rank((int32_t)~((uint32_t)(key >> 32) ^ 0x80000000u)); }
-static inline long id_of(uint64_t key) { return (long)(key & 0xffffffff); }
+static inline long column_of(uint64_t key) { return (long)(key & 0xffffffff); }
 
 // The k-th largest of n <= room values, where room is a multiple of LANES and what lies behind n is -inf.
 static float kth_largest(const float* values, long room, long k, float largest) {
@@ -67,58 +67,69 @@ static inline long whole_vectors(long n) { return (n + LANES - 1) / LANES * LANE
 // coarse_classes.
 template <class T>
 struct HeadFinder {
-    const T* x;  // [vocab] logits
-    const long vocab, fine_classes, coarse_classes;
-    std::vector<float> fine, coarse;  // maxima, with room for whole vectors, -inf where there is no class
-    float largest = 0, bound = 0;     // the largest logit; where the head ends
+    const T* x;  // [columns] logits
+    const long columns, fine_classes, coarse_classes;
+    std::vector<float> coarse;     // maxima, -inf behind the classes
+    float largest = 0, bound = 0;  // the largest logit; where the head ends
 
-    HeadFinder(const T* logits, long vocab)
-        : x(logits), vocab(vocab), fine_classes((vocab + FINE - 1) / FINE),
-          coarse_classes((fine_classes + COARSE - 1) / COARSE),
-          fine(whole_vectors(COARSE * coarse_classes) + LANES, -INFINITE),
-          coarse(whole_vectors(coarse_classes), -INFINITE) {}
+    HeadFinder(const T* logits, long columns, long vocab)
+        : x(logits), columns(columns), fine_classes((vocab + FINE - 1) / FINE),
+          coarse_classes((fine_classes + COARSE - 1) / COARSE), coarse(whole_vectors(coarse_classes), -INFINITE) {}
 
-    // False if a logit is NaN or none is finite or one is infinite: then there is no head.
-    bool find_bound() {
+    // class_of: the coarse class of each column, or null if the columns are the whole vocabulary.  False if there
+    // is no head: a logit is NaN, one is infinite, or none is finite.
+    bool find_bound(const int32_t* class_of) {
+        if (!(class_of ? find_maxima(class_of) : find_maxima())) return false;
+        f32v tops = splat(-INFINITE);
+        for (size_t i = 0; i < coarse.size(); i += LANES) tops = max(tops, load(&coarse[i]));
+        max_lanes<1>(&tops, &largest);
+        bound = LOWEST_FINITE;
+        if (coarse_classes >= HEAD_SIZE)
+            bound = std::max(kth_largest(coarse.data(), coarse.size(), HEAD_SIZE, largest), bound);
+        return largest >= LOWEST_FINITE && largest <= -LOWEST_FINITE;
+    }
+
+    // Fill `coarse`.  False if a logit is NaN.
+    bool find_maxima() {
+        std::vector<float> fine(whole_vectors(COARSE * coarse_classes) + LANES, -INFINITE);
         i32v nan = {};
         for (long i = 0; i < fine_classes; i += LANES) {
             f32v top = splat(-INFINITE);
-            for (long from = 0; from + i < vocab; from += fine_classes) {
-                f32v v = load_or_lowest(x + from + i, std::min(fine_classes, vocab - from) - i);
+            for (long from = 0; from + i < columns; from += fine_classes) {
+                f32v v = load_or_lowest(x + from + i, std::min(fine_classes, columns - from) - i);
                 nan |= v != v;
                 top = max(top, v);
             }
             store(&fine[i], top);
         }
-        f32v tops = splat(-INFINITE);
         for (long i = 0; i < coarse_classes; i += LANES) {
             f32v v = splat(-INFINITE);
             for (long k = 0; k < COARSE; k++) v = max(v, load(&fine[k * coarse_classes + i]));
-            v = where(lane_numbers() < (int32_t)std::min(coarse_classes - i, (long)LANES), v, splat(-INFINITE));
-            store(&coarse[i], v);
-            tops = max(tops, v);
+            store(&coarse[i], where(lane_numbers() < (int32_t)(coarse_classes - i), v, splat(-INFINITE)));
         }
-        max_lanes<1>(&tops, &largest);
-        for (int i = 0; i < LANES; i++)
-            if (nan[i]) return false;
-        bound = LOWEST_FINITE;
-        if (coarse_classes >= HEAD_SIZE)
-            bound = std::max(kth_largest(coarse.data(), whole_vectors(coarse_classes), HEAD_SIZE, largest), bound);
-        return largest >= LOWEST_FINITE && largest <= -LOWEST_FINITE;
+        return !bits(nan);
     }
 
-    // The sort keys of the tokens at or above the bound, in order.
+    bool find_maxima(const int32_t* class_of) {
+        bool nan = false;
+        for (long i = 0; i < columns; i++) {
+            const float v = scalar(x + i);
+            float& top = coarse[class_of[i]];
+            nan |= v != v;
+            top = v > top ? v : top;
+        }
+        return !nan;
+    }
+
+    // The sort keys of the columns at or above the bound, in order of the columns.
     std::vector<uint64_t> head() const {
         std::vector<uint64_t> keys;
         keys.reserve(2 * HEAD_SIZE);
-        for (long c = 0; c < fine_classes; c++) {
-            if (fine[c] < bound) continue;
-            for (long t = c; t < vocab; t += fine_classes) {
-                const float v = scalar(x + t);
-                if (v >= bound) keys.push_back(sort_key(v, t));
+        for (long i = 0; i < columns; i += LANES)
+            for (uint32_t hits = bits(load_or_lowest(x + i, columns - i) >= splat(bound)); hits; hits &= hits - 1) {
+                const long column = i + __builtin_ctz(hits);
+                keys.push_back(sort_key(scalar(x + column), column));
             }
-        }
-        std::sort(keys.begin(), keys.end());
         return keys;
     }
 
@@ -129,8 +140,8 @@ struct HeadFinder {
         const f32v scale = splat(1 / temperature), top = splat(largest), edge = splat(bound);
         auto weight = [&](f32v v) { return exp(max((min(v, edge) - top) * scale, splat(-1e4f))); };
         f32v total = {};
-        for (long from = 0, end; from < vocab; from = end) {
-            end = std::min(from + 64 * LANES, vocab);
+        for (long from = 0, end; from < columns; from = end) {
+            end = std::min(from + 64 * LANES, columns);
             f32v part = {};
             for (long i = from; i < end; i += LANES) part = part + weight(load_or_lowest(x + i, end - i));
             total = total + part;

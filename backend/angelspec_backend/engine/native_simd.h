@@ -50,6 +50,17 @@ static inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
 static inline f32v min(f32v a, f32v b) { return a < b ? a : b; }  // b for NaN
 static inline f32v where(i32v mask, f32v a, f32v b) { return mask ? a : b; }
 
+// One bit per lane.
+static inline uint32_t bits(i32v mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+    uint32_t all = 0;
+    for (int i = 0; i < LANES; i++) all |= (uint32_t)(mask[i] & 1) << i;
+    return all;
+#endif
+}
+
 // Sum and maximum over the lanes, in a fixed tree order.
 static inline float sum_lanes(f32v v) {
     float x[LANES];
@@ -199,13 +210,14 @@ static inline f64v widen(f32v v, int half) {
     return __builtin_convertvector(x, f64v);
 }
 
-// exp(x) for x <= 0, within 1e-12 of it; 0 below -700.
+// exp(x) for x <= 0, within 1e-11 of it; 0 below -700.  By its Taylor series around the nearest power of two.
 static inline f64v exp(f64v x) {
     const i64v tiny = x < -700.0;
     x = tiny ? f64v{} : x;
     f64v shifted = x * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52: the low bits are the nearest integer
-    f64v r = x - (shifted - 6755399441055744.0) * 0.6931471805599453, p = r * 0.0 + 1.0;
-    for (int k = 10; k > 0; k--) p = p * r * (1.0 / k) + 1.0;  // Taylor
+    f64v r = x - (shifted - 6755399441055744.0) * 0.6931471805599453, p = r * 0.0 + 1.0 / 362880;
+    const double terms[] = {1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
+    for (double c : terms) p = p * r + c;
     return tiny ? f64v{} : (f64v)((i64v)p + ((i64v)shifted << 52));
 }
 

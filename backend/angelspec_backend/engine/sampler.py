@@ -19,6 +19,7 @@ from angelspec_backend.engine.sampling_heads import (
     FINE,
     HEAD_SIZE,
     PADDING,
+    Columns,
     Head,
     HeadedRows,
     decide,
@@ -29,7 +30,7 @@ from angelspec_backend.engine.sampling_heads import (
 from angelspec_backend.engine.sampling_rule import SamplingRows, sample_row
 from angelspec_backend.engine.upload import upload
 
-__all__ = ["SamplingRows", "sample"]
+__all__ = ["UNDECIDED", "Columns", "SamplingRows", "sample", "sample_natively"]
 
 UNDECIDED = -1
 """What native_sampling.h says of a row that is too close for it to decide."""
@@ -67,18 +68,23 @@ def sample_on_host(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
-def sample_natively(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
+def sample_natively(logits: Tensor, rows: SamplingRows, columns: Columns | None = None) -> NDArray[np.int32]:
     """One token per row by the kernel of native_sampling.h, or UNDECIDED: a near tie, or no finite maximum.
 
-    logits: [n, vocab] bf16 or fp32 on the CPU; rows: [n].  Returns [n].
+    logits: [n, num_columns] bf16 or fp32 on the CPU; rows: [n]; columns: None for the whole vocabulary.
+    Returns [n].
     """
     logits = logits.contiguous()
     tokens = np.empty(len(rows), np.int32)
-    columns = (rows.seed, rows.position, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    values = (rows.seed, rows.position, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     dtypes = (np.uint64, np.int64, np.float32, np.int32, np.float32, np.float32)
-    arrays = [np.ascontiguousarray(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
-    args = native.SampleArgs(logits.data_ptr(), *(array.ctypes.data for array in [*arrays, tokens]))
-    args.rows, args.vocab, args.num_threads = *logits.shape, torch.get_num_threads()
+    arrays = [np.ascontiguousarray(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+    of_columns = (columns.token_ids.ctypes.data, columns.classes.ctypes.data) if columns else (None, None)
+    pointers = (array.ctypes.data for array in [*arrays, tokens])
+    args = native.SampleArgs(logits.data_ptr(), *of_columns, *pointers)
+    args.rows, args.columns = logits.shape
+    args.vocab = columns.vocab_size if columns else args.columns
+    args.num_threads = torch.get_num_threads()
     native.sample(args, logits.dtype)
     return tokens
 

@@ -45,6 +45,22 @@ class HeadedRows:
     sums: NDArray[np.float32]  # [2, n] see ``sampler.clamped_sums``; of greedy rows they mean nothing
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Some tokens of a vocabulary, in ascending order: those that a matrix of logits has columns for."""
+
+    token_ids: NDArray[np.int64]  # [num_columns]
+    classes: NDArray[np.int32]  # [num_columns] the coarse class of each
+    vocab_size: int
+
+    @staticmethod
+    def of(token_ids: NDArray[np.int64], vocab_size: int) -> Columns:
+        """token_ids: [num_columns] distinct, ascending"""
+        num_fine = -(-vocab_size // FINE)
+        classes = token_ids % num_fine % -(-num_fine // COARSE)
+        return Columns(np.ascontiguousarray(token_ids), classes.astype(np.int32), vocab_size)
+
+
 def head_of_keys(table: NDArray[np.uint64], count: NDArray[np.int64]) -> Head:
     """Order the heads.
 

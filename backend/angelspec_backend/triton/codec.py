@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -97,11 +98,9 @@ def decode_step(arrays: Arrays) -> StepInput:
     lens = [header[0] * ROW_INTS, *header[1:]] if len(header) == NUM_PARTS else []
     if not lens or min(lens) < 0 or len(packed) != NUM_PARTS + sum(lens):
         raise CodecError(f"{STEP} of {len(packed)} numbers, which is not what its header says: {header}")
-    parts, begin = [], NUM_PARTS
-    for length in lens:
-        parts.append(packed[begin : begin + length])
-        begin += length
-    return StepInput(parts[0].view(ROW), *parts[1:], hidden_states=_bytes(arrays, FEED_STATES))
+    ends = accumulate(lens, initial=NUM_PARTS)
+    rows, token_ids, feed, table, tap_ids = (packed[begin:end] for begin, end in pairwise(ends))
+    return StepInput(rows.view(ROW), token_ids, feed, table, tap_ids, _bytes(arrays, FEED_STATES))
 
 
 def encode_drafts(drafts: DraftOutput) -> dict[str, NDArray[Any]]:

@@ -38,7 +38,7 @@ _GAUGES = {
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token",
-    "inter_token_seconds": "Between two steps of a request, divided by the tokens of the later one",
+    "inter_token_seconds": "Between two steps of one of the requests, divided by the tokens of the later one",
     "request_seconds": "From the arrival of a request to its last token",
 }
 

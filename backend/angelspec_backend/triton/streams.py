@@ -17,11 +17,12 @@ from angelspec_backend.triton.drain import Drain
 from angelspec_backend.triton.metrics import ServingMetrics
 from angelspec_backend.triton.responses import merge, to_response
 
-POLL_INTERVAL = 0.02
+POLL_INTERVAL, LONGEST_POLL_INTERVAL = 0.02, 0.2
 """Seconds between two looks for clients that left; asking for one takes about 30 us."""
 
-POLL_SHARE = 0.1
-"""At most this share of the thread's time goes into asking, however many requests are live."""
+POLL_SHARE = 0.02
+"""The share of the thread's time that goes into asking, within these bounds, however many requests are live:
+every question wakes the server for its answer, on cores that the target wants."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Streams:
         self._live: dict[int, LiveStream] = {}
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()
         self._next_poll = 0.0
+        self._num_deliveries = 0
 
     # ------------------------------------------------------------------ other threads
 
@@ -111,13 +113,15 @@ class Streams:
         So a slow receiver gets larger chunks instead of a growing backlog.
         """
         chunks: dict[int, list[Chunk]] = {}
-        for event in events:
+        self._num_deliveries += 1
+        sample = self._num_deliveries % max(len(events), 1)
+        for index, event in enumerate(events):
             stream = self._live.get(event.request_id)
             if stream is None or stream.output.finished:
                 continue  # it ended here before it ended in the loop
             if not (event.token_ids or event.finish_reason):
                 continue
-            self._measure(stream, event)
+            self._measure(stream, event, index == sample)
             if chunk := _push(stream, event):
                 chunks.setdefault(event.request_id, []).append(chunk)
                 if chunk.finish_reason and not event.finish_reason:  # seen only here: a stop string
@@ -151,14 +155,18 @@ class Streams:
                 stream.cancelled = True
                 loop.cancel(request_id, FinishReason.CANCELLED if left else FinishReason.SHUTDOWN)
         now = time.monotonic()
-        self._next_poll = now + max(POLL_INTERVAL, (now - started) / POLL_SHARE)
+        pause = max(POLL_INTERVAL, (now - started) / POLL_SHARE)
+        self._next_poll = now + min(pause, LONGEST_POLL_INTERVAL)
 
-    def _measure(self, stream: LiveStream, event: TokenEvent) -> None:
+    def _measure(self, stream: LiveStream, event: TokenEvent, in_sample: bool) -> None:
         if not event.token_ids:
             return
         now = time.monotonic()
         if stream.last_token_at:
-            self._metrics.observe("inter_token_seconds", (now - stream.last_token_at) / len(event.token_ids))
+            # Each observation is a message to the server, and the streams of a step wait equally long.
+            if in_sample:
+                seconds = (now - stream.last_token_at) / len(event.token_ids)
+                self._metrics.observe("inter_token_seconds", seconds)
         else:
             self._metrics.observe("time_to_first_token_seconds", now - stream.arrival)
             self._metrics.count("prompt_tokens", len(stream.request.prompt_token_ids))
