@@ -118,12 +118,8 @@ class RecordedChain:
         self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor]:
         """-> what the head reads of each row, and what the next step is fed"""
-        network, program, tokens, rows = (
-            cast(MTP, self._network),
-            self._program,
-            self._tokens[-1],
-            self._rows[-1],
-        )
+        network, program = cast(MTP, self._network), self._program
+        tokens, rows = self._tokens[-1], self._rows[-1]
         hidden = network.spec.shape.hidden
         both, normed, output = tokens.tensor(2 * hidden), tokens.tensor(hidden), rows.tensor(hidden)
         nonzero = tokens.positions  # as MTP.embed
@@ -157,12 +153,8 @@ class RecordedChain:
         self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor]:
         """-> what the head reads of each row, and what the next step is fed"""
-        network, program, tokens, rows = (
-            cast(Eagle3, self._network),
-            self._program,
-            self._tokens[-1],
-            self._rows[-1],
-        )
+        network, program = cast(Eagle3, self._network), self._program
+        tokens, rows = self._tokens[-1], self._rows[-1]
         spec, layer, hidden = network.spec, network.midlayer, network.spec.shape.hidden
         both, output = tokens.tensor(2 * hidden), rows.tensor(hidden)
         embedded, given = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
