@@ -119,11 +119,10 @@ static void clear_padding(const AttentionArgs& a, const Rows<T>& out) {
 
 template <class T, class Tile>
 static void attend(const AttentionArgs& args) {
-    const Rows<T> out = Rows<T>::row_major((T*)args.out, (long)args.num_heads * args.value_dim);
-    Attention<T, Tile> op(args, out);
+    Attention<T, Tile> op(args);
     const AttentionPlan plan(op, args.num_threads);
     const int num_threads = plan.work < WORK_FOR_ALL ? 1 : args.num_threads;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     attend_in_team(op, plan, num_threads);
-    clear_padding<T>(args, out);
+    clear_padding<T>(args, op.out);
 }

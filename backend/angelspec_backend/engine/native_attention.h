@@ -54,6 +54,9 @@ struct Attention {
     Attention(const AttentionArgs& a, const Rows<T>& out)
         : args(a), group(a.num_heads / a.num_kv_heads), width((a.value_dim + LANES - 1) / LANES * LANES), out(out) {}
 
+    explicit Attention(const AttentionArgs& a)
+        : Attention(a, Rows<T>::row_major((T*)a.out, (long)a.num_heads * a.value_dim)) {}
+
     int position(const Task& t, int i) const {  // the last that the query sees
         return args.context_lens[t.row] + (args.bidirectional ? 0 : (t.first + i) / group);
     }

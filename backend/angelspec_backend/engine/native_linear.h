@@ -333,6 +333,14 @@ static void linear_in_team(const LinearArgs& a, const Inputs& inputs, const Rows
     }
 }
 
+// The same for row-major inputs; all of it is done when they leave.
+static void linear_in_team(const LinearArgs& a) {
+    linear_in_team(a, Inputs::row_major(a.x, a.in_features));
+    if (by_rows(a.rows, omp_get_num_threads())) {
+#pragma omp barrier
+    }
+}
+
 // Rows of a row-major matrix in the order in which tiles are read.
 static void tile_in_team(const LinearArgs& a, const Rows<bf16>& tiled) {
     const long steps = a.in_features / STEP;

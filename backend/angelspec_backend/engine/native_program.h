@@ -129,7 +129,8 @@ static void run_in_team(const Op& op, const AttentionPlan* plan, int num_threads
         }
         case OP_SILU: {
             const SiluArgs& a = *(const SiluArgs*)op.args;
-            return in_team(rows * parts(a.inter), [&](long i) { silu_and_mul(a.gate_up, a.out, a.inter, i); });
+            const Rows<bf16> out = Rows<bf16>::row_major(a.out, a.inter);
+            return in_team(rows * parts(a.inter), [&](long i) { silu_and_mul(a.gate_up, out, a.inter, i); });
         }
         case OP_ARGMAX: {
             const ArgmaxArgs& a = *(const ArgmaxArgs*)op.args;
