@@ -87,9 +87,10 @@ class RecordedChain:
         self._rows[0].ask(newest - 1, table)
         each = np.arange(len(order))
         for step in range(1, shape[1]):
-            positions = newest + (step - 1)
-            self._tokens[step].place(positions, table, each, size)
-            self._rows[step].ask(positions, table)
+            count = np.count_nonzero(wanted > step)  # the others may have no block there
+            positions = newest[:count] + (step - 1)
+            self._tokens[step].place(positions, table, each[:count], size)
+            self._rows[step].ask(positions, table[:count])
         choice = Choice(self._network.vocab, rows[order], newest, confident)
         tokens[order], confidence[order] = self._steps.run(wanted[order], choice)
         return tokens, confidence
