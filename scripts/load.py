@@ -19,15 +19,11 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
 from angelspec_client import AngelSpecError, AsyncGrpcClient, AsyncHttpClient, Generation, ServerError
 from angelspec_client.async_client import AsyncClient
-
-try:
-    import uvloop
-except ImportError:  # it costs less per token than asyncio's own loop, nothing else
-    uvloop = None
 
 DEFAULT_SERVERS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
 PROTOCOLS = tuple(DEFAULT_SERVERS)
@@ -104,8 +100,12 @@ def connect(server: str, protocol: str = "grpc", *, timeout: float = 600.0) -> S
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on the loop that costs least: uvloop's, where it is installed."""
-    return asyncio.run(main) if uvloop is None else uvloop.run(main)
+    """asyncio.run on the loop that costs least per token: uvloop's, where it is installed."""
+    if find_spec("uvloop") is None:
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
 
 
 async def run_window(sender: Sender, requests: Sequence[Request], concurrency: int) -> Window:

@@ -87,9 +87,10 @@ class RecordedChain:
         self._rows[0].ask(newest - 1, table)
         each = np.arange(len(order))
         for step in range(1, shape[1]):
-            positions = newest + (step - 1)
-            self._tokens[step].place(positions, table, each, size)
-            self._rows[step].ask(positions, table)
+            count = np.count_nonzero(wanted > step)  # the others may have no block there
+            positions = newest[:count] + (step - 1)
+            self._tokens[step].place(positions, table, each[:count], size)
+            self._rows[step].ask(positions, table[:count])
         choice = Choice(self._network.vocab, rows[order], newest, confident)
         tokens[order], confidence[order] = self._steps.run(wanted[order], choice)
         return tokens, confidence
@@ -118,12 +119,8 @@ class RecordedChain:
         self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor]:
         """-> what the head reads of each row, and what the next step is fed"""
-        network, program, tokens, rows = (
-            cast(MTP, self._network),
-            self._program,
-            self._tokens[-1],
-            self._rows[-1],
-        )
+        network, program = cast(MTP, self._network), self._program
+        tokens, rows = self._tokens[-1], self._rows[-1]
         hidden = network.spec.shape.hidden
         both, normed, output = tokens.tensor(2 * hidden), tokens.tensor(hidden), rows.tensor(hidden)
         nonzero = tokens.positions  # as MTP.embed
@@ -157,12 +154,8 @@ class RecordedChain:
         self, ids: NDArray[np.int64], fed: Tensor, last: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor]:
         """-> what the head reads of each row, and what the next step is fed"""
-        network, program, tokens, rows = (
-            cast(Eagle3, self._network),
-            self._program,
-            self._tokens[-1],
-            self._rows[-1],
-        )
+        network, program = cast(Eagle3, self._network), self._program
+        tokens, rows = self._tokens[-1], self._rows[-1]
         spec, layer, hidden = network.spec, network.midlayer, network.spec.shape.hidden
         both, output = tokens.tensor(2 * hidden), rows.tensor(hidden)
         embedded, given = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
