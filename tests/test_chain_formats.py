@@ -13,7 +13,7 @@ from angelspec_backend.drafters.mtp import mtp_from_target
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.drafters.unroll import unroll
 from angelspec_backend.engine.loader import LoadError
-from chains import DEPTH, KINDS, VOCAB, random_chain, random_target
+from chains import DEPTH, HIDDEN, KINDS, VOCAB, random_chain, random_target
 from families import tiny_model
 
 NAMINGS = {"mtp": ("native", "angelspec", "layers_n", "qwen3_mtp"), "eagle3": ("native", "angelspec", "vllm")}
@@ -77,7 +77,7 @@ def test_an_unknown_naming_is_refused(tmp_path):
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"rms_norm_eps": None}, "rms_norm_eps in config.json is missing"),
         ({"num_attention_heads": 8}, "num_attention_heads in config.json is 8, expected 4"),
-        ({"intermediate_size": 64}, "intermediate_size in config.json is 64, expected 48"),
+        ({"intermediate_size": 64}, "intermediate_size in config.json is 64, expected 96"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling in config.json"),
         ({"vocab_size": 98}, "vocab_size in config.json is 98, expected 97"),
         ({"num_hidden_layers": 13}, "num_hidden_layers in config.json is 13, expected 12"),
@@ -95,7 +95,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, field
     [
         (lambda t: {**t, "more.weight": torch.zeros(1)}, r"1 unexpected tensors \(more.weight\)"),
         (lambda t: {n: x for n, x in t.items() if "hnorm" not in n}, r"1 missing tensors \(hnorm.weight\)"),
-        (lambda t: {**t, "enorm.weight": torch.zeros(5)}, r"enorm.weight is \(5,\), expected \(32,\)"),
+        (lambda t: {**t, "enorm.weight": torch.zeros(5)}, r"enorm.weight is \(5,\), expected \(64,\)"),
         (lambda t: {**t, "d2t": t["d2t"] + torch.arange(40)}, "d2t"),
         (lambda t: {**t, "t2d": ~t["t2d"]}, "t2d and d2t name different tokens"),
     ],
@@ -134,7 +134,7 @@ def test_layer_ids_that_no_layer_has_are_refused(tmp_path):
     with pytest.raises(LoadError, match=r"\[2, 6, 13\], expected ascending ids from 1 to 12"):
         load_drafter(str(tmp_path), random_target())
     edit(tmp_path, **{LAYER_IDS: [2, 6]})
-    with pytest.raises(LoadError, match=r"width of fc.weight is 96, expected 64"):
+    with pytest.raises(LoadError, match=r"width of fc.weight is 192, expected 128"):
         load_drafter(str(tmp_path), random_target())
 
 
@@ -151,7 +151,7 @@ def test_an_eagle3_drafter_behind_a_prefix_with_a_nested_configuration_loads(tmp
 def test_an_embedding_of_its_own_is_kept(tmp_path):
     network = random_chain("eagle3")
     export_drafter(network, tmp_path, "angelspec")
-    own = torch.randn(VOCAB, 32)
+    own = torch.randn(VOCAB, HIDDEN)
     rename(tmp_path, lambda t: {**t, "embed_tokens.weight": own})
     assert torch.equal(load_drafter(str(tmp_path), random_target())[1].embed_tokens, own)
 

@@ -95,7 +95,7 @@ def change_config(folder, **fields):
         ({"num_attention_heads": 8}, "num_attention_heads in config.json is 8, expected 4"),
         ({"vocab_size": 96}, "vocab_size in config.json is 96, expected 97"),
         ({"target_num_hidden_layers": 36}, "target_num_hidden_layers in config.json is 36, expected 12"),
-        ({"target_layer_ids": [1, 5]}, "reads 96 features per position, but 2 target_layer_ids"),
+        ({"target_layer_ids": [1, 5]}, "reads 192 features per position, but 2 target_layer_ids"),
         ({"target_layer_ids": [1, 5, 11]}, r"target_layer_ids is \[1, 5, 11\], expected ids from 0 to 10"),
         ({"target_layer_ids": [5, 1, 8]}, "tap_ids are .* must be ascending"),
         ({"mask_token_id": 97}, "mask_token_id is 97, but the target's embedding has rows 0 to 96"),
@@ -133,7 +133,7 @@ def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(tmp_path):
     message = str(refused.value)
     assert "1 missing tensors (layers.1.mlp.up_proj.weight)" in message
     assert "1 unexpected tensors (layers.0.self_attn.g_proj.weight)" in message
-    assert "context_norm.weight is (31,), expected (32,)" in message
+    assert "context_norm.weight is (31,), expected (64,)" in message
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path):
