@@ -239,7 +239,7 @@ def test_the_load_runs_with_and_without_the_faster_loop(loop, monkeypatch):
     if loop == "uvloop":
         pytest.importorskip("uvloop")
     else:
-        monkeypatch.setattr(load, "uvloop", None)
+        monkeypatch.setattr(load, "find_spec", lambda name: None)
 
     async def kind():
         return type(asyncio.get_running_loop()).__module__

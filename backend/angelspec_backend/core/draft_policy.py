@@ -122,7 +122,10 @@ class DraftPolicy:
         """What else could be done, one after the other; with drafts in all rows, since on some machines the
         first draft makes the whole step dearer."""
         others = [
+            # Where only what is nearly certain pays, one token each, whatever its chance, or none comes.
             Choice(option.way, option.limits, choice.min_chance, choice.seconds)
+            if choice.min_chance < 0.5
+            else Choice(option.way, np.minimum(option.limits, 1), 0.0, choice.seconds)
             for choice, option in zip(choices, options, strict=True)
             if choice is not chosen or not chosen.drafts
         ]
