@@ -76,11 +76,15 @@ def test_every_protocol_and_every_drafter_gives_the_same_text(client, http_clien
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_target_as_its_own_drafter_is_always_right(client, options):
-    # Drafts that cost as much as what they save are made now and then only, to see whether that still holds.
-    long = {**options, "max_tokens": 160, "ignore_eos": True}
-    result = client.generate(messages=CHAT, drafter="draft_model", num_draft_tokens=4, **long)
-    # The last step is cut to the tokens that are still wanted.
-    assert result.total_accepted_draft_tokens == result.total_draft_tokens > 0
+    def drafted(seed: int) -> int:
+        long = {**options, "max_tokens": 160, "seed": seed}
+        result = client.generate(messages=CHAT, drafter="draft_model", num_draft_tokens=4, **long)
+        # The last step is cut to the tokens that are still wanted.
+        assert result.total_accepted_draft_tokens == result.total_draft_tokens
+        return result.total_draft_tokens
+
+    # Its drafts cost as much as what they save, so they are tried now and then, and only likely tokens.
+    assert any(drafted(seed) for seed in range(10))
 
 
 def test_a_seed_is_drawn_and_returned_and_repeats_the_text(client):
