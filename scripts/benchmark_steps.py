@@ -47,7 +47,7 @@ def make_step(
     table = np.arange(1, 1 + rows * blocks, dtype=np.int32)
     drafts = rng.integers(0, vocab_size, rows * (tokens - 1)).astype(np.int32)
     step = StepInput(records, ids, np.zeros(0, np.int32), table)
-    return step, DraftOutput(drafts, np.full(rows, tokens - 1, np.int32))
+    return step, DraftOutput.of(drafts, np.full(rows, tokens - 1, np.int32))
 
 
 class TextRows:
@@ -82,7 +82,7 @@ class TextRows:
         records["temperature"], records["top_p"] = temperature, 0.95 if temperature else 1.0
         new = self._ids[:rows, self.context : self.context + tokens]
         step = StepInput(records, new[:, 0].copy(), _NO_TOKENS, table)
-        return step, DraftOutput(new[:, 1:].ravel(), np.full(rows, tokens - 1, np.int32))
+        return step, DraftOutput.of(new[:, 1:].ravel(), np.full(rows, tokens - 1, np.int32))
 
     def _rows(
         self, which: NDArray[Any], computed: int, tokens: int

@@ -42,7 +42,7 @@ def logits_of(runner: ModelRunner, tokens: Tokens, start: int = 0, block_size: i
     row = np.zeros(1, ROW)
     row["num_computed"], row["num_tokens"], row["sample"], row["num_blocks"] = start, 1, 1, blocks
     new, table = tokens[start:], np.arange(1, 1 + blocks, dtype=np.int32)
-    drafts = DraftOutput(new[1:], np.array([len(new) - 1], np.int32))
+    drafts = DraftOutput.of(new[1:], np.array([len(new) - 1], np.int32))
     batch = pack(row, new[:1], drafts, table, block_size, runner.device)
     return runner.forward(batch).float()
 

@@ -76,7 +76,9 @@ class SimulatedTarget:
             for end in range(start + 1, start + len(tokens) + accepted + 1):
                 states += [hidden_state(layer, context[:end]) for layer in layers]
         flat = np.concatenate(states)
-        return StepOutput(np.array(emitted, np.int32), np.array(lens, np.int32), drafts.lens, flat)
+        return StepOutput(
+            np.array(emitted, np.int32), np.array(lens, np.int32), drafts.lens, drafts.looked_up, flat
+        )
 
 
 class SimulatedDrafter:
@@ -220,7 +222,7 @@ class SimulatedDrafters:
                     drafter.keep(row, table.tolist(), context + draft[:-1])
             flat += draft
             lens.append(len(draft))
-        return DraftOutput(np.array(flat, np.int32), np.array(lens, np.int32))
+        return DraftOutput.of(np.array(flat, np.int32), np.array(lens, np.int32))
 
     def forget(self) -> None:
         """Lose all context."""

@@ -34,7 +34,7 @@ def steps(draw) -> tuple[StepInput, DraftOutput, int]:
     rows["num_blocks"] = -(-end // block_size) + rng.integers(0, 2, num_rows)
     tokens = rng.integers(0, VOCAB, rows["num_tokens"].sum()).astype(np.int32)
     table = rng.integers(1, 64, rows["num_blocks"].sum()).astype(np.int32)
-    drafts = DraftOutput(rng.integers(0, VOCAB, lens.sum()).astype(np.int32), lens)
+    drafts = DraftOutput.of(rng.integers(0, VOCAB, lens.sum()).astype(np.int32), lens)
     return StepInput(rows, tokens, np.zeros(0, np.int32), table), drafts, block_size
 
 
@@ -88,7 +88,7 @@ def one_row() -> tuple[StepInput, DraftOutput]:
         np.array([3, 9], np.int32),
         np.array([0, 3, 5], np.int32),
     )
-    return step, DraftOutput(np.array([1, 2], np.int32), np.array([2], np.int32))
+    return step, DraftOutput.of(np.array([1, 2], np.int32), np.array([2], np.int32))
 
 
 def change_field(name, value):

@@ -22,7 +22,7 @@ rows = st.binary(max_size=4 * ROW.itemsize).map(
 
 def assert_same(left, right):
     for name in left.__dataclass_fields__:
-        a, b = getattr(left, name), getattr(right, name)
+        a, b = np.asarray(getattr(left, name)), np.asarray(getattr(right, name))
         assert a.dtype == b.dtype
         assert a.tobytes() == b.tobytes()
         assert a.shape == b.shape
@@ -39,9 +39,9 @@ def test_steps_survive(rows, token_ids, feed, table, tap_ids, states):
 
 @given(int32s, int32s, some_bytes)
 def test_drafts_and_outputs_survive(token_ids, lens, states):
-    drafts = DraftOutput(token_ids, lens)
+    drafts = DraftOutput(token_ids, lens, 1 - lens)
     assert_same(codec.decode_drafts(codec.encode_drafts(drafts), len(lens)), drafts)
-    output = StepOutput(token_ids, lens, lens[::-1], states)
+    output = StepOutput(token_ids, lens, lens[::-1], 1 - lens, states, seconds=0.012345)
     assert_same(codec.decode_output(codec.encode_output(output), len(lens)), output)
 
 

@@ -9,18 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from angelspec_backend.core.draft_policy import DraftPolicy, Option
-from angelspec_backend.core.draft_records import Record, Way, new_records, yields
+from angelspec_backend.core.draft_policy import DraftPolicy, Option, Verified
+from angelspec_backend.core.draft_records import Record, Records, Way, yields
 from angelspec_backend.core.step_times import StepTimes, TokenCost
 
 LONGEST = 8
 """Draft tokens that a request allows."""
 
 
-def option(policy, records, way=Way.NETWORK, longest=LONGEST):
+def option(policy, records, way=Way.NETWORK, longest=LONGEST, looks_up_first=False):
     """What a way promises to sequences of these records."""
-    expected = np.array([policy.expected(0, way, own) for own in records])
-    return Option(way, expected[:, 0], expected[:, 1], np.full(len(records), longest))
+    expected = np.array([policy.expected(0, way, own, looks_up_first) for own in records])
+    return Option(way, *expected.T, np.full(len(records), longest))
+
+
+def observe(policy, num_rows, num_drafts, target_s, way, *, beside=0.0, num_drafting=None, num_asked=None):
+    """Tell of a step; unless something else is said, every row drafted and none found its draft."""
+    drafting = num_rows if num_drafting is None else num_drafting
+    asked = drafting if num_asked is None else num_asked
+    policy.observe_step(Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafting, asked))
 
 
 @given(
@@ -33,16 +40,17 @@ def option(policy, records, way=Way.NETWORK, longest=LONGEST):
 def test_the_rows_that_draft_are_the_best_of_all_choices_of_rows(rows, base, slope):
     drafted, right, limits = map(np.array, zip(*rows, strict=True))
     policy = DraftPolicy(1)
-    for n in range(1, 32):
-        policy.observe_step(n, 0, base + slope * n, None)
-        policy.observe_step(1, n - 1, base + slope * n, Way.NETWORK)
-    given = Option(Way.NETWORK, drafted, drafted * right, limits)
+    for n in [*range(1, 32)] * 5:
+        observe(policy, n, 0, base + slope * n, None)
+        observe(policy, 1, n - 1, base + slope * n, Way.NETWORK)
+    given = Option(Way.NETWORK, drafted, drafted * right, np.ones(len(rows)), limits)
     tokens, accepted = policy._expected(given)
 
     def time_per_token(which) -> float:
-        num_tokens = np.array([len(rows) + tokens[which].sum()])
+        num_tokens = np.repeat([len(rows), len(rows) + tokens[which].sum()], [1, which.sum()])
+        asked = np.arange(len(num_tokens))
         steps = np.where(which, 1 / (1 + accepted), 1.0)
-        return np.mean(steps) * policy.times.predict(num_tokens)[0]
+        return np.mean(steps) * policy._seconds(Way.NETWORK, num_tokens, asked)[-1]
 
     choices = [np.array(which) for which in itertools.product([False, True], repeat=len(rows))]
     best = min(time_per_token(which & (limits > 0)) for which in choices)
@@ -67,7 +75,7 @@ def simulate(rows: int, likely: float, found: float, cost, plan, steps: int = 10
     drafts wanted and the chance that a token must have.
     """
     rng = np.random.default_rng(0)
-    policy, records = DraftPolicy(1), [new_records(fading=0.9) for _ in range(rows)]
+    policy, records = DraftPolicy(1), [Records(fading=0.9) for _ in range(rows)]
     tokens = seconds = 0.0
     for _ in range(steps):
         wanted, min_chance = plan(policy, records)
@@ -78,11 +86,12 @@ def simulate(rows: int, likely: float, found: float, cost, plan, steps: int = 10
         drafted, accepted = inside.sum(1), (inside & (right == 1)).sum(1)
         for own, *fared in zip(records, wanted, drafted.tolist(), accepted.tolist(), strict=True):
             if fared[0]:
-                policy.observe_draft(0, Way.NETWORK, own, min_chance, *fared[1:])
+                policy.observe_draft(0, Way.NETWORK, own, False, False, min_chance, *fared[1:])
         num_drafts = int(drafted.sum())
         tokens += rows + int(accepted.sum())
         spent = cost(rows + num_drafts) * rng.uniform(0.95, 1.05) * (2 if rng.random() < 0.02 else 1)
-        policy.observe_step(rows, num_drafts, spent, Way.NETWORK if any(wanted) else None)
+        way, num_drafting = (Way.NETWORK if any(wanted) else None), np.count_nonzero(wanted)
+        observe(policy, rows, num_drafts, spent, way, num_drafting=num_drafting)
         seconds += spent
     return tokens / seconds
 
@@ -111,9 +120,11 @@ def test_a_token_must_be_the_likelier_the_more_it_costs():
         policy = DraftPolicy(1)
         for step in range(500):
             num_drafts = step % 8
-            policy.observe_step(4, num_drafts, 10.0 + slope * num_drafts, Way.NETWORK)
+            observe(policy, 4, num_drafts, 10.0 + slope * num_drafts, Way.NETWORK)
         expected = np.full(4, 1.0)
-        least.append(policy.choose([Option(Way.NETWORK, expected, expected, np.full(4, 8))]).min_chance)
+        least.append(
+            policy.choose([Option(Way.NETWORK, expected, expected, np.ones(4), np.full(4, 8))]).min_chance
+        )
     # 4 tokens and those accepted in 10 s and what the drafts take
     assert least == [
         pytest.approx(0.0, abs=0.01),
@@ -132,20 +143,31 @@ def test_what_a_draft_token_costs_is_found_beside_the_time_a_way_takes_and_noise
     assert cost.seconds == pytest.approx(0.5, rel=0.25)
 
 
+def test_a_first_network_step_that_is_no_example_does_not_keep_the_network_out():
+    policy = DraftPolicy(1)
+    for n in range(100):
+        observe(policy, 1, n % 4, 10.0, Way.LOOKUP)
+    observe(policy, 1, 3, 10.0, Way.NETWORK, beside=10.0)  # it was fed a whole prompt
+    limits = np.array([8])
+    lookup = Option(Way.LOOKUP, np.array([1.0]), np.array([0.3]), np.zeros(1), limits)
+    network = Option(Way.NETWORK, np.array([1.0]), np.array([0.9]), np.ones(1), limits)
+    assert policy.choose([lookup, network]).way is Way.NETWORK
+
+
 def test_a_row_that_gains_nothing_does_not_draft_beside_one_that_does():
     policy = DraftPolicy(1)
     for n in range(200):
-        policy.observe_step(16, n % 32, 1.0 + 0.005 * (16 + n % 32), Way.NETWORK if n % 32 else None)
+        observe(policy, 16, n % 32, 1.0 + 0.005 * (16 + n % 32), Way.NETWORK if n % 32 else None)
     easy = np.array([2.0] + [0.0] * 15)
-    lengths = policy.choose([Option(Way.NETWORK, easy + 1, easy, np.full(16, 8))]).lengths
+    lengths = policy.choose([Option(Way.NETWORK, easy + 1, easy, np.ones(16), np.full(16, 8))]).lengths
     assert np.flatnonzero(lengths).tolist() == [0]
 
 
 def test_a_hopeless_sequence_is_tried_again_now_and_then():
     policy = DraftPolicy(1)
     for n in range(400):
-        policy.observe_step(1, n % 4, 1.0 + n % 4, Way.NETWORK if n % 4 else None)
-    hopeless = Option(Way.NETWORK, np.array([1.0]), np.array([0.01]), np.array([4]))
+        observe(policy, 1, n % 4, 1.0 + n % 4, Way.NETWORK if n % 4 else None)
+    hopeless = Option(Way.NETWORK, np.array([1.0]), np.array([0.01]), np.ones(1), np.array([4]))
     chosen = [bool(policy.choose([hopeless]).lengths[0]) for _ in range(1000)]
     assert 2 <= sum(chosen) <= 20
 
@@ -187,25 +209,42 @@ def test_a_pause_of_the_machine_is_forgotten():
 
 @pytest.mark.parametrize(("rows", "best"), [(1, Way.NETWORK), (64, Way.LOOKUP)])
 def test_a_network_runs_where_it_pays_and_elsewhere_drafts_are_looked_up(rows, best):
-    """The network is right more often and drafts always, but takes time for every row."""
+    """The network is asked where nothing is found and drafts always, but takes time for every row."""
     rng = np.random.default_rng(0)
-    policy, records = DraftPolicy(1), [new_records(fading=0.9) for _ in range(rows)]
-    chances = {Way.LOOKUP: (0.8, 0.3), Way.NETWORK: (0.6, 1.0)}
+    policy, records = DraftPolicy(1), [Records(fading=0.9) for _ in range(rows)]
     ways = []
     for _ in range(1000):
-        chosen = policy.choose([option(policy, records, way, longest=4) for way in Way])
-        num_drafts = 0
+        options = [option(policy, records, way, longest=4, looks_up_first=True) for way in Way]
+        chosen = policy.choose(options)
+        num_drafts = num_asked = 0
         for own, wanted in zip(records, chosen.lengths.tolist(), strict=True):
-            right, found = chances[chosen.way]
-            drafted = 0
-            if rng.random() < found:
-                drafted = int((right ** np.arange(1, wanted + 1) >= chosen.min_chance).sum())
+            if not wanted:
+                continue
+            found = rng.random() < 0.3
+            asks = not found and chosen.way is Way.NETWORK
+            right = 0.8 if found else 0.6
+            likely = right ** np.arange(1, wanted + 1) >= chosen.min_chance
+            drafted = int(likely.sum()) if found or asks else 0
             accepted = int(np.argmin([*(rng.random(drafted) < right), False]))
-            num_drafts += drafted
-            if wanted:
-                policy.observe_draft(0, chosen.way, own, chosen.min_chance, drafted, accepted)
+            num_drafts, num_asked = num_drafts + drafted, num_asked + asks
+            policy.observe_draft(0, chosen.way, own, True, found, chosen.min_chance, drafted, accepted)
         way = chosen.way if chosen.drafts else None
-        network_s = 0.2 * np.count_nonzero(chosen.lengths) if way is Way.NETWORK else 0.0
-        policy.observe_step(rows, num_drafts, 10 + 0.05 * (rows + num_drafts) + network_s, way)
+        drafting = {"num_drafting": np.count_nonzero(chosen.lengths), "num_asked": num_asked}
+        seconds = 10 + 0.05 * (rows + num_drafts)
+        observe(policy, rows, num_drafts, seconds, way, beside=0.2 * num_asked, **drafting)
         ways.append(way)
     assert ways[200:].count(best) > 700
+
+
+def test_a_text_with_repetitions_does_not_keep_the_network_from_what_it_is_better_at():
+    """Where much is found the network is hardly asked, so it costs nothing and need not be shut out."""
+    policy, own = DraftPolicy(1), Records(fading=0.9)
+    for step in range(400):
+        way = Way.NETWORK if step % 2 else Way.LOOKUP
+        found = step % 10 > 1
+        asked = way is Way.NETWORK and not found
+        fared = (4, 4) if found else (3, 1) if asked else (0, 0)
+        policy.observe_draft(0, way, own, True, found, 0.02, *fared)
+        observe(policy, 1, fared[0], 10.0, way, beside=1.5 if asked else 0.0, num_asked=int(asked))
+    options = [option(policy, [own], way, looks_up_first=True) for way in Way]
+    assert policy.choose(options).way is Way.NETWORK

@@ -37,7 +37,7 @@ class EchoDrafter:
             self.number + feed.sum() + table.sum() + state.sum(dtype=int)
             for feed, table, state in zip(feeds, tables, states, strict=True)
         ]
-        return DraftOutput(np.repeat(np.array(drafts, np.int32), lens), lens.copy())
+        return DraftOutput.of(np.repeat(np.array(drafts, np.int32), lens), lens.copy())
 
 
 def make_step(rows):

@@ -39,7 +39,7 @@ def verify_step(rng: np.random.Generator, num_rows: int, num_drafts: int):
     rows["num_blocks"] = -(-(rows["num_computed"] + 1 + num_drafts) // BLOCK_SIZE)
     table = [1 + row * PER_ROW + np.arange(count) for row, count in enumerate(rows["num_blocks"])]
     ids = rng.integers(0, COMMON["vocab_size"], num_rows * (1 + num_drafts)).astype(np.int32)
-    drafts = DraftOutput(ids[num_rows:], np.full(num_rows, num_drafts, np.int32))
+    drafts = DraftOutput.of(ids[num_rows:], np.full(num_rows, num_drafts, np.int32))
     return rows, ids[:num_rows], drafts, np.concatenate(table).astype(np.int32), BLOCK_SIZE
 
 

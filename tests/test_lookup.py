@@ -32,7 +32,7 @@ class Network:
         drafts = []
         for anchor, count in zip(rows["num_fed"] + rows["num_feed"], rows["num_draft_tokens"], strict=True):
             drafts += [*self.text[anchor + 1 :], *([WRONG] * count)][:count]
-        return DraftOutput(np.array(drafts, np.int32), rows["num_draft_tokens"].astype(np.int32))
+        return DraftOutput.of(np.array(drafts, np.int32), rows["num_draft_tokens"].astype(np.int32))
 
 
 class Sequences:

@@ -92,7 +92,7 @@ def test_a_step_emits_what_plain_decoding_would(engine, cases):
         expected += path if case["sample"] else []
         lens.append(len(path) if case["sample"] else 0)
     records = [make_row(slot, 0, len(tokens[slot]), **row) for slot, row in enumerate(rows)]
-    proposal = DraftOutput(
+    proposal = DraftOutput.of(
         np.array([token for draft in drafts for token in draft], np.int32),
         np.array([len(draft) for draft in drafts], np.int32),
     )
@@ -117,7 +117,7 @@ def test_decoding_with_drafts_gives_the_text_of_plain_decoding(engine, temperatu
         draft[rng.random(lens) < 0.3] = 4  # most drafts are right, some are not
         row = make_row(0, computed, len(tokens) - computed, num_draft_tokens=lens, **values)
         output = engine.step(
-            make_step([row], [tokens[computed:]]), DraftOutput(draft, np.array([lens], np.int32))
+            make_step([row], [tokens[computed:]]), DraftOutput.of(draft, np.array([lens], np.int32))
         )
         computed = len(tokens) + int(output.lens[0]) - 1
         tokens += output.token_ids.tolist()
@@ -170,7 +170,7 @@ def test_hidden_states_are_those_of_committed_tokens_and_of_the_layers_each_row_
     ]  # fmt: skip
     step = replace(make_step(rows, prompts), tap_ids=np.concatenate(taps).astype(np.int32))
     lens = np.array([len(draft) for draft in drafts], np.int32)
-    output = engine.step(step, DraftOutput(np.concatenate(drafts).astype(np.int32), lens))
+    output = engine.step(step, DraftOutput.of(np.concatenate(drafts).astype(np.int32), lens))
     assert output.lens.tolist() == [3, 1, 2, 0]
     committed = [prompts[0] + paths[0][:2], [], prompts[2] + paths[2][:1], prompts[3]]
     expected = []

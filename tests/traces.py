@@ -34,7 +34,7 @@ def batch_of(pieces: list[Piece], tables: np.ndarray, block_size: int) -> Packed
     known = np.concatenate([piece.tokens[: len(piece.tokens) - piece.drafts] for piece in pieces])
     drafts = np.concatenate([piece.tokens[len(piece.tokens) - piece.drafts :] for piece in pieces])
     table = np.concatenate([tables[piece.text] for piece in pieces])
-    return pack(rows, known, DraftOutput(drafts, lens), table, block_size)
+    return pack(rows, known, DraftOutput.of(drafts, lens), table, block_size)
 
 
 def random_tables(

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from angelspec_backend.core.draft_records import Record, Way, new_records, yields
-from angelspec_backend.core.step_times import StepTimes, TokenCost
+from angelspec_backend.core.draft_records import Record, Records, Way, yields
+from angelspec_backend.core.step_times import ExtraTimes, StepTimes, TokenCost
 
-PROBE_INTERVAL = 128
-"""Steps after which one is done the other way, with a draft for every row or with none: the texts may have
-become easy, or what is known of the other way may be wrong."""
+PROBE_INTERVAL, PROBE_LENGTH = 128, 2
+"""Steps after which some are done the other way, with a draft for every row or with none: the texts may have
+become easy, or what is known of the other way may be wrong.  In the first of them a drafter that was left out
+catches up, so it says little."""
 
+SHORTEST = 1e-6
+"""Seconds that a target takes at least."""
 OVERALL_WEIGHT = 4.0
 """Drafts that the record of all sequences counts beside a sequence's own."""
 
@@ -36,6 +39,7 @@ class Option:
     way: Way
     drafted: NDArray[np.float64]  # [num_rows] tokens that a draft has, over ``yields``
     accepted: NDArray[np.float64]  # [num_rows] and those of them that are right, likewise
+    asked: NDArray[np.float64]  # [num_rows] chance that the drafter's network is asked for it
     limits: NDArray[np.int64]  # [num_rows] longest draft allowed, 0 for a row that is not to draft
 
 
@@ -54,34 +58,57 @@ class Choice:
         return bool(self.lengths.any())
 
 
+@dataclass(frozen=True)
+class Verified:
+    """A step that decoded in some rows, and how long it took."""
+
+    num_rows: int
+    num_drafts: int  # draft tokens that were verified
+    seconds: float
+    target_seconds: float  # of them
+    way: Way | None  # in which drafts were asked for, whether any were found or not; None: none were
+    num_drafting: int  # rows for which they were
+    num_asked: int  # those whose network was
+
+
 class DraftPolicy:
     """Chooses draft lengths for all rows of a step, and learns from how the step went."""
 
     def __init__(self, num_drafters: int) -> None:
-        self.times = StepTimes()  # of all steps
-        # A drafter's own time comes on top of what its drafts cost the target, so such steps count apart.
-        self._plain, self._drafting = StepTimes(), tuple(StepTimes() for _ in Way)
+        self.times = StepTimes()
+        # Their two parts: the target's time, which is the same whoever drafts, and all that is spent beside
+        # it; a network's time counts on top of what looking up takes.
+        self._verifying = StepTimes()
+        self._beside: dict[Way | None, ExtraTimes] = {way: ExtraTimes() for way in (*Way, None)}
         self._cost = TokenCost()
-        self._overall = [new_records(fading=0.999) for _ in range(num_drafters)]
+        self._overall = [Records(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
-    def expected(self, drafter: int, way: Way, own: Sequence[Record]) -> tuple[float, float]:
-        """Tokens that a sequence's draft has, and how many of them are right, both over ``yields``.
+    def expected(
+        self, drafter: int, way: Way, own: Records, looks_up_first: bool
+    ) -> tuple[float, float, float]:
+        """Tokens that a sequence's draft has, how many of them are right, both over ``yields``, and the
+        chance that a network is asked for it.
 
-        Its own record counts, led by that of all others at first.  own: by way
+        Its own record counts, led by that of all others at first.
+        looks_up_first: whether the drafter asks its network only where it finds nothing.
         """
-        overall, record = self._overall[drafter][way], own[way]
-        return (
-            record.drafted.estimate(overall.drafted.estimate(prior=1.0), OVERALL_WEIGHT),
-            record.accepted.estimate(overall.accepted.estimate(prior=1.0), OVERALL_WEIGHT),
-        )
+        overall = self._overall[drafter]
+        if not looks_up_first:
+            return *_led(own.network, overall.network), 1.0
+        looked_up = _led(own.lookup, overall.lookup)
+        if way is Way.LOOKUP:
+            return *looked_up, 0.0
+        missing = 1 - own.found.estimate(overall.found.estimate(prior=0.5), OVERALL_WEIGHT)
+        drafted, accepted = _led(own.network, overall.network)
+        return looked_up[0] + missing * drafted, looked_up[1] + missing * accepted, missing
 
     def choose(self, options: Sequence[Option]) -> Choice:
         """The way and the rows to draft that minimise the expected mean time per token."""
         choices = [self._best(option) for option in options]
         chosen = min(choices, key=lambda choice: choice.seconds)
         self._num_steps += 1
-        if self._num_steps % PROBE_INTERVAL:
+        if self._num_steps % PROBE_INTERVAL < PROBE_INTERVAL - PROBE_LENGTH:
             return chosen
         return self._probe(chosen, choices, options)
 
@@ -94,21 +121,23 @@ class DraftPolicy:
         order = order[limits[order] > 0]
         mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings[order])]) / num_rows
         num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(drafted[order])])
-        times = mean_steps * self._seconds(option.way, num_tokens)
+        num_asked = np.concatenate([[0.0], np.cumsum(option.asked[order])])
+        seconds = self._seconds(option.way, num_tokens, num_asked)
+        times = mean_steps * seconds
         best = int(np.argmin(times))
         # What is wanted is set aside in the step, so it must not be far more than what is likely to come.
         longest = np.minimum(limits, np.ceil(2 * drafted).astype(np.int64) + 2)
         lengths = np.zeros_like(limits)
         lengths[order[:best]] = longest[order[:best]]
         num_new = num_rows + float(accepted[order[:best]].sum())
-        min_chance = self._min_chance(num_new / self._seconds(option.way, num_tokens)[best])
+        min_chance = self._min_chance(num_new / seconds[best])
         return Choice(option.way, lengths, min_chance, float(times[best]))
 
     def _expected(self, option: Option) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Tokens that are drafted and accepted in each row, the least chance being what pays without any."""
-        num_rows = np.array([len(option.limits)], np.float64)
-        plain = float((num_rows / self._seconds(option.way, num_rows))[0])
-        drafted, accepted = yields(self._min_chance(plain))
+        num_rows = len(option.limits)
+        plain = self._seconds(option.way, np.array([float(num_rows)]), np.zeros(1))
+        drafted, accepted = yields(self._min_chance(num_rows / float(plain[0])))
         return (
             np.minimum(option.drafted * drafted, option.limits),
             np.minimum(option.accepted * accepted, option.limits),
@@ -137,32 +166,57 @@ class DraftPolicy:
         self,
         drafter: int,
         way: Way,
-        own: Sequence[Record],
+        own: Records,
+        looks_up_first: bool,
+        looked_up: bool,
         min_chance: float,
-        num_drafted: int,
-        num_accepted: int,
+        *fared: int,
     ) -> None:
-        """Take in how the draft fared that one row was asked for."""
-        for record in (own[way], self._overall[drafter][way]):
-            record.observe(min_chance, num_drafted, num_accepted)
+        """Take in how the draft fared that one row was asked for.
 
-    def observe_step(self, num_rows: int, num_drafts: int, seconds: float, way: Way | None) -> None:
-        """Take in how long a step took that decoded in so many rows and verified so many drafts.
-
-        way: in which drafts were asked for, whether any were found or not; None: none were.
+        looked_up: whether it was; fared: how many tokens were drafted and accepted.
         """
-        seconds = self.times.observe(num_rows + num_drafts, seconds)
-        (self._plain if way is None else self._drafting[way]).observe(num_rows + num_drafts, seconds)
-        if way is not None:
-            self._cost.observe(way, num_rows, num_drafts, seconds)
+        for records in (own, self._overall[drafter]):
+            if looks_up_first:
+                records.found.observe(looked_up, 1)
+                records.lookup.observe(min_chance, *(fared if looked_up else (0, 0)))
+            if not looked_up and (way is Way.NETWORK or not looks_up_first):
+                records.network.observe(min_chance, *fared)
 
-    def _seconds(self, way: Way, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of a step without drafts, and of steps with more and more of them.
+    def observe_step(self, step: Verified) -> None:
+        """Take in how long a step took."""
+        num_tokens = step.num_rows + step.num_drafts
+        self.times.observe(num_tokens, step.seconds)
+        self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
+        beside = step.seconds - step.target_seconds
+        if step.way is None:
+            self._beside[None].observe(step.num_rows, beside)
+            return
+        self._cost.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
+        if step.way is Way.LOOKUP:
+            self._beside[Way.LOOKUP].observe(step.num_drafting, beside)
+        elif step.num_asked:
+            looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))
+            self._beside[Way.NETWORK].observe(step.num_asked, beside - looking_up)
 
-        num_tokens: [n] verified in them -> [n]
+    def _seconds(
+        self, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Of a step without drafts, and of steps in which more and more rows draft.
+
+        num_tokens: [n] verified in them; num_asked: [n] rows for which a network is asked -> [n]
         """
-        either = self._plain, self._drafting[way]
-        plain, drafting = (times if times.known else self.times for times in either)
-        seconds = plain.predict(num_tokens)  # with drafts it takes no less
-        seconds[1:] = np.maximum(seconds[1:], drafting.predict(num_tokens[1:]))
+        seconds = self._verifying.predict(num_tokens)
+        seconds[0] += self._beside[None].predict(num_tokens[0])
+        seconds[1:] += self._beside[Way.LOOKUP].predict(np.arange(1.0, len(seconds)))
+        if way is Way.NETWORK:
+            seconds[1:] += self._beside[way].predict(num_asked[1:])
         return seconds
+
+
+def _led(own: Record, overall: Record) -> tuple[float, float]:
+    """Tokens that are drafted, and that are right: by a sequence's own record, led by that of all others."""
+    return (
+        own.drafted.estimate(overall.drafted.estimate(prior=1.0), OVERALL_WEIGHT),
+        own.accepted.estimate(overall.accepted.estimate(prior=1.0), OVERALL_WEIGHT),
+    )

@@ -62,6 +62,10 @@ def yields(min_chance: float) -> tuple[float, float]:
     return float(-np.log(chance)), 1 - chance
 
 
-def new_records(fading: float) -> tuple[Record, ...]:
-    """One by way."""
-    return tuple(Record(fading) for _ in Way)
+class Records:
+    """How the drafts of one sequence, or of all sequences with one drafter, fared, by who made them."""
+
+    def __init__(self, fading: float) -> None:
+        self.network = Record(fading)  # drafts that it was asked for
+        self.lookup = Record(fading)  # drafts of all steps, empty where nothing was found
+        self.found = Share(fading)  # how often something was

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy, Option
+from angelspec_backend.core.draft_policy import DraftPolicy, Option, Verified
 from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
 from angelspec_backend.core.messages import StepOutput, split_rows
@@ -70,17 +70,19 @@ class Drafting:
     def _ways(self, decoding: list[Sequence]) -> list[Way]:
         """The ways that drafts can be made in for these sequences."""
         drafters = [self.drafter_of(seq) for seq in decoding]
-        both = any(each.looks_up and each.tap_ids for each in drafters if each)
+        both = any(each.looks_up_first for each in drafters if each)
         return [Way.LOOKUP, Way.NETWORK] if both else [Way.NETWORK]
 
     def _option(self, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
         """What one way promises to these sequences."""
-        drafted, accepted, longest = np.zeros((3, len(limits)))
+        longest, expected = np.zeros(len(limits), np.int64), np.zeros((3, len(limits)))
         for row, (seq, limit) in enumerate(zip(decoding, limits, strict=True)):
             if limit and (way is Way.NETWORK or self._config.drafters[seq.drafter].looks_up):
+                first = self._config.drafters[seq.drafter].looks_up_first
                 longest[row] = limit
-                drafted[row], accepted[row] = self._policy.expected(seq.drafter, way, seq.records)
-        return Option(way, drafted, accepted, longest.astype(np.int64))
+                expected[:, row] = self._policy.expected(seq.drafter, way, seq.records, first)
+        drafted, accepted, asked = expected
+        return Option(way, drafted, accepted, asked, longest)
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
@@ -107,12 +109,24 @@ class Drafting:
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
         if all(row.num_tokens == 1 for row in rows):
-            way = next((row.way for row in rows if row.num_draft_tokens), None)
-            self._policy.observe_step(len(rows), int(output.draft_lens.sum()), seconds, way)
-        for row, drafted, sampled in zip(rows, output.draft_lens.tolist(), output.lens.tolist(), strict=True):
+            ways = [row.way for row in rows if row.num_draft_tokens]
+            self._policy.observe_step(
+                Verified(
+                    num_rows=len(rows),
+                    num_drafts=int(output.draft_lens.sum()),
+                    seconds=seconds,
+                    target_seconds=output.seconds,
+                    way=ways[0] if ways else None,
+                    num_drafting=len(ways),
+                    num_asked=sum(way is Way.NETWORK for way in ways) - int(output.looked_up.sum()),
+                )
+            )
+        outcomes = output.looked_up, output.draft_lens, output.lens
+        for row, looked_up, drafted, sampled in zip(rows, *(each.tolist() for each in outcomes), strict=True):
             if row.num_draft_tokens:
                 seq, fared = row.seq, (row.min_chance, drafted, max(sampled - 1, 0))
-                self._policy.observe_draft(seq.drafter, row.way, seq.records, *fared)
+                first = self._config.drafters[seq.drafter].looks_up_first
+                self._policy.observe_draft(seq.drafter, row.way, seq.records, first, bool(looked_up), *fared)
 
     def advance(
         self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]

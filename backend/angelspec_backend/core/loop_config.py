@@ -38,6 +38,11 @@ class DrafterInfo:
         return DrafterInfo(name, keeps_drafts=False, shares_blocks=False, failure=failure)
 
     @property
+    def looks_up_first(self) -> bool:
+        """Whether it has a network, which it asks where it finds nothing."""
+        return self.looks_up and bool(self.tap_ids)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of hidden states fed with each token."""
         return len(self.tap_ids) * self.hidden_bytes

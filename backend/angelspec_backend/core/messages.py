@@ -82,11 +82,19 @@ class DraftOutput:
 
     token_ids: NDArray[np.int32]  # [sum(lens)] draft tokens in row order
     lens: NDArray[np.int32]  # [num_rows] 0 <= lens <= rows["num_draft_tokens"]
+    looked_up: NDArray[
+        np.int32
+    ]  # [num_rows] 1: the draft is text that was there before, no network was asked
+
+    @staticmethod
+    def of(token_ids: NDArray[np.int32], lens: NDArray[np.int32]) -> DraftOutput:
+        """Drafts that were not looked up in front of a network."""
+        return DraftOutput(token_ids, lens, np.zeros_like(lens))
 
     @staticmethod
     def empty(num_rows: int) -> DraftOutput:
         """No drafts: an autoregressive step."""
-        return DraftOutput(np.zeros(0, np.int32), np.zeros(num_rows, np.int32))
+        return DraftOutput.of(np.zeros(0, np.int32), np.zeros(num_rows, np.int32))
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,11 @@ class StepOutput:
     token_ids: NDArray[np.int32]  # [sum(lens)] new tokens in row order
     lens: NDArray[np.int32]  # [num_rows] accepted + 1 for a sampling row, 0 for a prompt chunk
     draft_lens: NDArray[np.int32]  # [num_rows] draft tokens that were verified
+    looked_up: NDArray[np.int32]  # [num_rows] as in DraftOutput
     # Per row [num_committed, num_taps, hidden] with num_committed = num_tokens + max(lens - 1, 0): the known
     # tokens that were computed and the accepted drafts behind them, never a rejected one.
     hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
+    seconds: float = 0.0  # that the target took
 
 
 def split_rows(flat: NDArray[Any], lens: NDArray[Any]) -> list[NDArray[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from angelspec_backend.core.block_manager import BlockTable
-from angelspec_backend.core.draft_records import Record, new_records
+from angelspec_backend.core.draft_records import Records
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.messages import NO_DRAFTER
 from angelspec_backend.core.params import GenerationRequest
@@ -59,7 +59,7 @@ class Sequence:
     slot: int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    records: tuple[Record, ...] = field(default_factory=lambda: new_records(fading=0.9))  # of its drafts
+    records: Records = field(default_factory=lambda: Records(fading=0.9))  # of its drafts
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

@@ -172,10 +172,10 @@ def _select(step: StepInput, hidden_lens: NDArray[np.int64], mine: NDArray[np.bo
 
 def _merge(num_rows: int, chosen: list[NDArray[np.bool_]], outputs: list[DraftOutput]) -> DraftOutput:
     """Drafts of several subsets of rows, in row order.  chosen: per output [num_rows], disjoint."""
-    lens = np.zeros(num_rows, np.int32)
+    lens, looked_up = np.zeros((2, num_rows), np.int32)
     for mine, output in zip(chosen, outputs, strict=True):
-        lens[mine] = output.lens
+        lens[mine], looked_up[mine] = output.lens, output.looked_up
     token_ids = np.zeros(lens.sum(), np.int32)
     for mine, output in zip(chosen, outputs, strict=True):
         token_ids[np.repeat(mine, lens)] = output.token_ids
-    return DraftOutput(token_ids, lens)
+    return DraftOutput(token_ids, lens, looked_up)

@@ -59,7 +59,7 @@ class Drafts:
     def output(self) -> DraftOutput:
         """The drafts as the loop gets them."""
         inside = np.arange(self.token_ids.shape[1]) < self.lens[:, None]
-        return DraftOutput(self.token_ids[inside], self.lens)
+        return DraftOutput.of(self.token_ids[inside], self.lens)
 
 
 class Likeliest(NamedTuple):

@@ -74,10 +74,11 @@ class LookupDrafter:
         drafts = [
             self._look_up(row, *wanted) for row, wanted in zip(known, rows[names].tolist(), strict=True)
         ]
+        looked_up = np.array([len(draft) > 0 for draft in drafts], bool)
         fed = rows["lookup_only"] == 0
         asked = rows[fed]
         asked["num_draft_tokens"] = np.minimum(asked["num_draft_tokens"], self._most)
-        asked["num_draft_tokens"][np.array([len(draft) > 0 for draft in drafts], bool)[fed]] = 0
+        asked["num_draft_tokens"][looked_up[fed]] = 0
         feed = feed_token_ids[np.repeat(fed, rows["num_feed"])]
         table = block_table[np.repeat(fed, rows["num_blocks"])]
         output = self._drafter.propose(asked, feed, table, hidden_states) if len(asked) else NO_DRAFTS
@@ -91,7 +92,8 @@ class LookupDrafter:
                 drafts[index] = known[index].draft = draft.tolist()
                 known[index].asked = True
         lens = np.array([len(draft) for draft in drafts], np.int32)
-        return DraftOutput(np.array([token for draft in drafts for token in draft], np.int32), lens)
+        token_ids = np.array([token for draft in drafts for token in draft], np.int32)
+        return DraftOutput(token_ids, lens, looked_up.astype(np.int32))
 
     def _feed(
         self, rows: NDArray[np.void], feed_token_ids: NDArray[np.int32], block_table: NDArray[np.int32]

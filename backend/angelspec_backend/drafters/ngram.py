@@ -49,7 +49,7 @@ class NgramDrafter:
             draft, _ = text.look_up(wanted, min_chance)
             token_ids += draft
             lens[i] = len(draft)
-        return DraftOutput(np.array(token_ids, np.int32), lens)
+        return DraftOutput.of(np.array(token_ids, np.int32), lens)
 
     def _new_text(self) -> Text:
         return Text(*self._sizes, self._overall)

@@ -59,7 +59,7 @@ def check_batching(
         text, start, end = np.array(pieces).T
         rows["num_computed"], rows["num_tokens"], rows["sample"], rows["num_blocks"] = start, 1, 1, per_row
         ids = [tokens[length * t :][s:e] for t, s, e in pieces]
-        drafts = DraftOutput(np.concatenate([i[1:] for i in ids]), (end - start - 1).astype(np.int32))
+        drafts = DraftOutput.of(np.concatenate([i[1:] for i in ids]), (end - start - 1).astype(np.int32))
         table = np.concatenate([1 + t * per_row + np.arange(per_row) for t in text]).astype(np.int32)
         first = np.array([i[0] for i in ids], np.int32)
         logits = forward(pack(rows, first, drafts, table, block_size, device))

@@ -6,6 +6,7 @@ the sample instead.  So the output is the target's own sample path, whatever the
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +34,7 @@ class TargetEngine:
         Raises:
             ValueError: the step contradicts itself or points outside the vocabulary or the KV pool.
         """
+        begin = time.perf_counter()
         runner, pool, rows = self.runner, self.runner.pool, step.rows
         check_step(
             step,
@@ -61,10 +63,10 @@ class TargetEngine:
         np.minimum.at(accepted, draft_row[~agrees], draft_index[~agrees].astype(np.int32))
 
         emitted = np.where(sampling, accepted + 1, 0).astype(np.int32)
-        output = StepOutput(samples[index < emitted[row_of]], emitted, drafts.lens)
-        if len(taps) == 0:
-            return output
-        return replace(output, hidden_states=_committed_states(step, drafts, emitted, taps, states))
+        output = StepOutput(samples[index < emitted[row_of]], emitted, drafts.lens, drafts.looked_up)
+        if len(taps):
+            output = replace(output, hidden_states=_committed_states(step, drafts, emitted, taps, states))
+        return replace(output, seconds=time.perf_counter() - begin)
 
 
 def _committed_states(

@@ -7,8 +7,8 @@ itself.  Decoded arrays are views of the message.
 
 step        [5] rows and lengths of the parts behind them, then the parts: rows, token_ids, feed_token_ids,
             block_table, tap_ids
-drafts      [num_rows] lens, then token_ids
-sampled     [num_rows] lens, [num_rows] draft_lens, then token_ids
+drafts      [num_rows] lens, [num_rows] looked_up, then token_ids
+sampled     microseconds it took, [num_rows] lens, [num_rows] draft_lens, [num_rows] looked_up, then token_ids
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ INFO = "info"
 
 NUM_PARTS = 5
 ROW_INTS = ROW.itemsize // 4
+MAX_INT = np.iinfo(np.int32).max
 
 
 class CodecError(ValueError):
@@ -105,7 +106,7 @@ def decode_step(arrays: Arrays) -> StepInput:
 
 def encode_drafts(drafts: DraftOutput) -> dict[str, NDArray[Any]]:
     """Outputs of `drafter`."""
-    return {DRAFTS: np.concatenate([drafts.lens, drafts.token_ids])}
+    return {DRAFTS: np.concatenate([drafts.lens, drafts.looked_up, drafts.token_ids])}
 
 
 def decode_drafts(arrays: Arrays, num_rows: int) -> DraftOutput:
@@ -113,13 +114,14 @@ def decode_drafts(arrays: Arrays, num_rows: int) -> DraftOutput:
     if DRAFTS not in arrays:
         return DraftOutput.empty(num_rows)
     packed = arrays[DRAFTS].reshape(-1)
-    return DraftOutput(packed[num_rows:], packed[:num_rows])
+    return DraftOutput(packed[2 * num_rows :], packed[:num_rows], packed[num_rows : 2 * num_rows])
 
 
 def encode_output(output: StepOutput) -> dict[str, NDArray[Any]]:
     """Outputs of `target` and `speculate`."""
+    took = np.array([min(int(output.seconds * 1e6), MAX_INT)], np.int32)
     arrays: dict[str, NDArray[Any]] = {
-        SAMPLED: np.concatenate([output.lens, output.draft_lens, output.token_ids])
+        SAMPLED: np.concatenate([took, output.lens, output.draft_lens, output.looked_up, output.token_ids])
     }
     if len(output.hidden_states):
         arrays[HIDDEN_STATES] = output.hidden_states
@@ -129,8 +131,9 @@ def encode_output(output: StepOutput) -> dict[str, NDArray[Any]]:
 def decode_output(arrays: Arrays, num_rows: int) -> StepOutput:
     """What the target sampled for so many rows."""
     packed = arrays[SAMPLED].reshape(-1)
-    lens, draft_lens = packed[:num_rows], packed[num_rows : 2 * num_rows]
-    return StepOutput(packed[2 * num_rows :], lens, draft_lens, _bytes(arrays, HIDDEN_STATES))
+    lens, draft_lens, looked_up = packed[1 : 1 + 3 * num_rows].reshape(3, num_rows)
+    token_ids, states = packed[1 + 3 * num_rows :], _bytes(arrays, HIDDEN_STATES)
+    return StepOutput(token_ids, lens, draft_lens, looked_up, states, seconds=float(packed[0]) / 1e6)
 
 
 def encode_info(info: TargetInfo | DrafterModelInfo) -> dict[str, NDArray[Any]]:
