@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from angelspec_backend.core.config import NETWORK_DRAFTERS
+from angelspec_backend.core.messages import ROW, DraftOutput
 from angelspec_backend.drafters.checkpoint import export_drafter
 from angelspec_backend.drafters.served import ServedTarget, load_served
 from angelspec_backend.engine.loader import LoadError
@@ -47,6 +49,25 @@ def test_every_kind_is_loaded_with_what_the_loop_must_know(target, tmp_path, kin
     assert info.lookahead == network.spec.block_size
     assert (drafter.pool.num_blocks, drafter.pool.block_size) == (9, 4)
     assert drafter.max_context == 32  # what the pool holds
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("mtp", 5), ("eagle3", 5), ("dfly", None)])
+def test_a_network_behind_lookup_is_asked_for_little_more_than_it_was_trained_for(
+    target, tmp_path, kind, longest, monkeypatch
+):
+    network = random_drafter(kind, target.parts, template=SHA256)
+    export_drafter(network, tmp_path)
+    drafter = load_served(kind, str(tmp_path), target, lookup=4)
+    asked = []
+    inner = drafter._drafter
+    monkeypatch.setattr(
+        type(inner), "propose", lambda self, rows, *more: asked.append(rows) or DraftOutput.empty(len(rows))
+    )
+    row = np.zeros(1, ROW)
+    row["num_feed"], row["num_draft_tokens"], row["num_blocks"] = 1, 16, 1
+    states = np.zeros(drafter.info.bytes_per_token, np.uint8)
+    drafter.propose(row, np.array([7], np.int32), np.array([1], np.int32), states)
+    assert asked[0]["num_draft_tokens"] == (longest or network.spec.num_drafts)
 
 
 @pytest.mark.parametrize(

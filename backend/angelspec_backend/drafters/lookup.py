@@ -52,7 +52,7 @@ class LookupDrafter:
         self, drafter: Drafter, max_n: int, num_blocks: int, block_size: int, most: int = MAX_DRAFT_TOKENS
     ) -> None:
         """max_n: longest match that is looked up, in tokens; num_blocks, block_size: as the KV pools have;
-        most: drafts to ask the network for, since those beyond what it was trained for are hardly right.
+        most: drafts to ask the network for, since those far beyond what it was trained for are hardly right.
         """
         self.info = replace(drafter.info, looks_up=True)
         self._drafter, self._max_n, self._most = drafter, max_n, most
