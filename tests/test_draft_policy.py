@@ -44,13 +44,14 @@ def test_the_rows_that_draft_are_the_best_of_all_choices_of_rows(rows, base, slo
         observe(policy, n, 0, base + slope * n, None)
         observe(policy, 1, n - 1, base + slope * n, Way.NETWORK)
     given = Option(Way.NETWORK, drafted, drafted * right, np.ones(len(rows)), limits)
-    tokens, accepted = policy._expected(given)
+    tokens, accepted = policy._expected(given, len(rows) / policy._plain_seconds(len(rows)))
 
     def time_per_token(which) -> float:
-        num_tokens = np.repeat([len(rows), len(rows) + tokens[which].sum()], [1, which.sum()])
-        asked = np.arange(len(num_tokens))
+        if not which.any():
+            return policy._plain_seconds(len(rows))
+        num_tokens = np.full(which.sum(), len(rows) + tokens[which].sum())
         steps = np.where(which, 1 / (1 + accepted), 1.0)
-        return np.mean(steps) * policy._seconds(Way.NETWORK, num_tokens, asked)[-1]
+        return np.mean(steps) * policy._seconds(Way.NETWORK, num_tokens, np.arange(1, which.sum() + 1))[-1]
 
     choices = [np.array(which) for which in itertools.product([False, True], repeat=len(rows))]
     best = min(time_per_token(which & (limits > 0)) for which in choices)

@@ -105,39 +105,41 @@ class DraftPolicy:
 
     def choose(self, options: Sequence[Option]) -> Choice:
         """The way and the rows to draft that minimise the expected mean time per token."""
-        choices = [self._best(option) for option in options]
+        plain = self._plain_seconds(len(options[0].limits))
+        choices = [self._best(option, plain) for option in options]
         chosen = min(choices, key=lambda choice: choice.seconds)
         self._num_steps += 1
         if self._num_steps % PROBE_INTERVAL < PROBE_INTERVAL - PROBE_LENGTH:
             return chosen
         return self._probe(chosen, choices, options)
 
-    def _best(self, option: Option) -> Choice:
-        """The rows whose drafts make a way take least time per token; every row decodes one token anyway."""
+    def _best(self, option: Option, plain: float) -> Choice:
+        """The rows whose drafts make a way take least time per token; every row decodes one token anyway.
+
+        plain: seconds of a step without drafts.
+        """
         num_rows, limits = len(option.limits), option.limits
-        drafted, accepted = self._expected(option)
+        drafted, accepted = self._expected(option, num_rows / plain)
         savings = 1 - 1 / (1 + accepted)  # steps per token
         order = np.argsort(-savings / (drafted + 1e-9), kind="stable")
         order = order[limits[order] > 0]
-        mean_steps = 1 - np.concatenate([[0.0], np.cumsum(savings[order])]) / num_rows
-        num_tokens = num_rows + np.concatenate([[0.0], np.cumsum(drafted[order])])
-        num_asked = np.concatenate([[0.0], np.cumsum(option.asked[order])])
-        seconds = self._seconds(option.way, num_tokens, num_asked)
-        times = mean_steps * seconds
+        sums = np.cumsum(np.stack([savings, drafted, option.asked])[:, order], axis=1)
+        seconds = self._seconds(option.way, num_rows + sums[1], sums[2])
+        times = np.concatenate([[plain], (1 - sums[0] / num_rows) * seconds])
         best = int(np.argmin(times))
         # What is wanted is set aside in the step, so it must not be far more than what is likely to come.
         longest = np.minimum(limits, np.ceil(2 * drafted).astype(np.int64) + 2)
         lengths = np.zeros_like(limits)
         lengths[order[:best]] = longest[order[:best]]
         num_new = num_rows + float(accepted[order[:best]].sum())
-        min_chance = self._min_chance(num_new / seconds[best])
+        min_chance = self._min_chance(num_new / (float(seconds[best - 1]) if best else plain))
         return Choice(option.way, lengths, min_chance, float(times[best]))
 
-    def _expected(self, option: Option) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _expected(
+        self, option: Option, tokens_per_second: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Tokens that are drafted and accepted in each row, the least chance being what pays without any."""
-        num_rows = len(option.limits)
-        plain = self._seconds(option.way, np.array([float(num_rows)]), np.zeros(1))
-        drafted, accepted = yields(self._min_chance(num_rows / float(plain[0])))
+        drafted, accepted = yields(self._min_chance(tokens_per_second))
         return (
             np.minimum(option.drafted * drafted, option.limits),
             np.minimum(option.accepted * accepted, option.limits),
@@ -199,18 +201,21 @@ class DraftPolicy:
             looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))
             self._beside[Way.NETWORK].observe(step.num_asked, beside - looking_up)
 
+    def _plain_seconds(self, num_rows: int) -> float:
+        """Of a step without drafts."""
+        return float(self._verifying.predict(num_rows) + self._beside[None].predict(num_rows))
+
     def _seconds(
         self, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Of a step without drafts, and of steps in which more and more rows draft.
+        """Of steps in which more and more rows draft, from one on.
 
         num_tokens: [n] verified in them; num_asked: [n] rows for which a network is asked -> [n]
         """
-        seconds = self._verifying.predict(num_tokens)
-        seconds[0] += self._beside[None].predict(num_tokens[0])
-        seconds[1:] += self._beside[Way.LOOKUP].predict(np.arange(1.0, len(seconds)))
+        num_drafting = np.arange(1.0, len(num_tokens) + 1)
+        seconds = self._verifying.predict(num_tokens) + self._beside[Way.LOOKUP].predict(num_drafting)
         if way is Way.NETWORK:
-            seconds[1:] += self._beside[way].predict(num_asked[1:])
+            seconds += self._beside[way].predict(num_asked)
         return seconds
 
 
