@@ -23,11 +23,24 @@ def option(policy, records, way=Way.NETWORK, longest=LONGEST, looks_up_first=Fal
     return Option(way, *expected.T, np.full(len(records), longest))
 
 
-def observe(policy, num_rows, num_drafts, target_s, way, *, beside=0.0, num_drafting=None, num_asked=None):
+def observe(
+    policy,
+    num_rows,
+    num_drafts,
+    target_s,
+    way,
+    *,
+    beside=0.0,
+    num_drafting=None,
+    num_asked=None,
+    prompts=False,
+):
     """Tell of a step; unless something else is said, every row drafted and none found its draft."""
     drafting = num_rows if num_drafting is None else num_drafting
     asked = drafting if num_asked is None else num_asked
-    policy.observe_step(Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafting, asked))
+    policy.observe_step(
+        Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafting, asked, prompts)
+    )
 
 
 @given(
@@ -153,6 +166,19 @@ def test_a_first_network_step_that_is_no_example_does_not_keep_the_network_out()
     lookup = Option(Way.LOOKUP, np.array([1.0]), np.array([0.3]), np.zeros(1), limits)
     network = Option(Way.NETWORK, np.array([1.0]), np.array([0.9]), np.ones(1), limits)
     assert policy.choose([lookup, network]).way is Way.NETWORK
+
+
+def test_what_a_network_takes_is_learnt_beside_prompts_too():
+    """Under load hardly a step has none; how long they take themselves says nothing of drafts."""
+    policy, limits = DraftPolicy(1), np.full(16, 8)
+    for n in range(50):
+        observe(policy, 16, n % 32, 10.0, Way.LOOKUP)
+    lookup = Option(Way.LOOKUP, np.full(16, 1.0), np.full(16, 0.3), np.zeros(16), limits)
+    network = Option(Way.NETWORK, np.full(16, 1.0), np.full(16, 0.6), np.ones(16), limits)
+    assert policy.choose([lookup, network]).way is Way.NETWORK
+    for _ in range(50):
+        observe(policy, 16, 16, 100.0, Way.NETWORK, beside=8.0, prompts=True)
+    assert policy.choose([lookup, network]).way is Way.LOOKUP
 
 
 def test_a_row_that_gains_nothing_does_not_draft_beside_one_that_does():

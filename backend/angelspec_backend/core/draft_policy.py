@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verified:
-    """A step that decoded in some rows, and how long it took."""
+    """A step that decoded in some rows, perhaps beside prompts, and how long it took."""
 
     num_rows: int
     num_drafts: int  # draft tokens that were verified
@@ -69,6 +69,7 @@ class Verified:
     way: Way | None  # in which drafts were asked for, whether any were found or not; None: none were
     num_drafting: int  # rows for which they were
     num_asked: int  # those whose network was
+    prompts: bool = False  # whether it computed some too
 
 
 class DraftPolicy:
@@ -187,15 +188,16 @@ class DraftPolicy:
 
     def observe_step(self, step: Verified) -> None:
         """Take in how long a step took."""
-        num_tokens = step.num_rows + step.num_drafts
-        self.times.observe(num_tokens, step.seconds)
-        self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
+        if not step.prompts:
+            num_tokens = step.num_rows + step.num_drafts
+            self.times.observe(num_tokens, step.seconds)
+            self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
+            if step.way is not None:
+                self._cost.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
         beside = step.seconds - step.target_seconds
         if step.way is None:
             self._beside[None].observe(step.num_rows, beside)
-            return
-        self._cost.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
-        if step.way is Way.LOOKUP:
+        elif step.way is Way.LOOKUP:
             self._beside[Way.LOOKUP].observe(step.num_drafting, beside)
         elif step.num_asked:
             looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))

@@ -108,17 +108,19 @@ class Drafting:
 
     def observe(self, rows: list[ScheduledRow], output: StepOutput, seconds: float) -> None:
         """Learn from a step how long one takes and how often drafts are right."""
-        if all(row.num_tokens == 1 for row in rows):
+        num_decoding = sum(row.num_tokens == 1 for row in rows)
+        if num_decoding:
             ways = [row.way for row in rows if row.num_draft_tokens]
             self._policy.observe_step(
                 Verified(
-                    num_rows=len(rows),
+                    num_rows=num_decoding,
                     num_drafts=int(output.draft_lens.sum()),
                     seconds=seconds,
                     target_seconds=output.seconds,
                     way=ways[0] if ways else None,
                     num_drafting=len(ways),
                     num_asked=sum(way is Way.NETWORK for way in ways) - int(output.looked_up.sum()),
+                    prompts=num_decoding < len(rows),
                 )
             )
         outcomes = output.looked_up, output.draft_lens, output.lens
