@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from angelspec_backend.core.draft_policy import DraftPolicy, Option, Verified
-from angelspec_backend.core.draft_records import Record, Records, Way, yields
+from angelspec_backend.core.draft_policy import DraftPolicy, Option
+from angelspec_backend.core.draft_records import Fared, Record, Records, Way, yields
+from angelspec_backend.core.step_costs import Verified
 from angelspec_backend.core.step_times import StepTimes, TokenCost
 
 LONGEST = 8
@@ -38,7 +39,7 @@ def observe(
     """Tell of a step; unless something else is said, every row drafted and none found its draft."""
     drafting = num_rows if num_drafting is None else num_drafting
     asked = drafting if num_asked is None else num_asked
-    policy.observe_step(
+    policy.costs.observe(
         Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafting, asked, prompts)
     )
 
@@ -57,14 +58,16 @@ def test_the_rows_that_draft_are_the_best_of_all_choices_of_rows(rows, base, slo
         observe(policy, n, 0, base + slope * n, None)
         observe(policy, 1, n - 1, base + slope * n, Way.NETWORK)
     given = Option(Way.NETWORK, drafted, drafted * right, np.ones(len(rows)), limits)
-    tokens, accepted = policy._expected(given, len(rows) / policy._plain_seconds(len(rows)))
+    tokens, accepted = policy._expected(given, len(rows) / policy.costs.plain_seconds(len(rows)))
 
     def time_per_token(which) -> float:
         if not which.any():
-            return policy._plain_seconds(len(rows))
+            return policy.costs.plain_seconds(len(rows))
         num_tokens = np.full(which.sum(), len(rows) + tokens[which].sum())
         steps = np.where(which, 1 / (1 + accepted), 1.0)
-        return np.mean(steps) * policy._seconds(Way.NETWORK, num_tokens, np.arange(1, which.sum() + 1))[-1]
+        return (
+            np.mean(steps) * policy.costs.seconds(Way.NETWORK, num_tokens, np.arange(1, which.sum() + 1))[-1]
+        )
 
     choices = [np.array(which) for which in itertools.product([False, True], repeat=len(rows))]
     best = min(time_per_token(which & (limits > 0)) for which in choices)
@@ -100,7 +103,7 @@ def simulate(rows: int, likely: float, found: float, cost, plan, steps: int = 10
         drafted, accepted = inside.sum(1), (inside & (right == 1)).sum(1)
         for own, *fared in zip(records, wanted, drafted.tolist(), accepted.tolist(), strict=True):
             if fared[0]:
-                policy.observe_draft(0, Way.NETWORK, own, False, False, min_chance, *fared[1:])
+                policy.observe_draft(0, Way.NETWORK, own, False, False, Fared(min_chance, *fared[1:]))
         num_drafts = int(drafted.sum())
         tokens += rows + int(accepted.sum())
         spent = cost(rows + num_drafts) * rng.uniform(0.95, 1.05) * (2 if rng.random() < 0.02 else 1)
@@ -209,7 +212,7 @@ def test_what_is_learnt_at_one_least_chance_holds_at_another(chance):
         return length, float(np.sum(chance ** np.arange(1, length + 1)))
 
     for min_chance in np.linspace(0.05, 0.2, 100):
-        record.observe(min_chance, *draft(min_chance))
+        record.observe(Fared(min_chance, *draft(min_chance)))
     for least in (0.1, 0.3, 0.5):
         drafted, accepted = yields(least)
         near = np.array([draft(each) for each in np.linspace(0.7 * least, 1.3 * least, 100)]).mean(0)
@@ -254,7 +257,7 @@ def test_a_network_runs_where_it_pays_and_elsewhere_drafts_are_looked_up(rows, b
             drafted = int(likely.sum()) if found or asks else 0
             accepted = int(np.argmin([*(rng.random(drafted) < right), False]))
             num_drafts, num_asked = num_drafts + drafted, num_asked + asks
-            policy.observe_draft(0, chosen.way, own, True, found, chosen.min_chance, drafted, accepted)
+            policy.observe_draft(0, chosen.way, own, True, found, Fared(chosen.min_chance, drafted, accepted))
         way = chosen.way if chosen.drafts else None
         drafting = {"num_drafting": np.count_nonzero(chosen.lengths), "num_asked": num_asked}
         seconds = 10 + 0.05 * (rows + num_drafts)
@@ -271,7 +274,7 @@ def test_a_text_with_repetitions_does_not_keep_the_network_from_what_it_is_bette
         found = step % 10 > 1
         asked = way is Way.NETWORK and not found
         fared = (4, 4) if found else (3, 1) if asked else (0, 0)
-        policy.observe_draft(0, way, own, True, found, 0.02, *fared)
+        policy.observe_draft(0, way, own, True, found, Fared(0.02, *fared))
         observe(policy, 1, fared[0], 10.0, way, beside=1.5 if asked else 0.0, num_asked=int(asked))
     options = [option(policy, [own], way, looks_up_first=True) for way in Way]
     assert policy.choose(options).way is Way.NETWORK

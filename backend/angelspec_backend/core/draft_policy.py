@@ -18,18 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from angelspec_backend.core.draft_records import Record, Records, Way, yields
-from angelspec_backend.core.step_times import ExtraTimes, StepTimes, TokenCost
+from angelspec_backend.core.draft_records import Fared, Promise, Records, Way, yields
+from angelspec_backend.core.step_costs import StepCosts
 
 PROBE_INTERVAL, PROBE_LENGTH = 128, 2
 """Steps after which some are done the other way, with a draft for every row or with none: the texts may have
 become easy, or what is known of the other way may be wrong.  In the first of them a drafter that was left out
 catches up, so it says little."""
-
-SHORTEST = 1e-6
-"""Seconds that a target takes at least."""
-OVERALL_WEIGHT = 4.0
-"""Drafts that the record of all sequences counts beside a sequence's own."""
 
 
 @dataclass(frozen=True)
@@ -58,55 +53,24 @@ class Choice:
         return bool(self.lengths.any())
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A step that decoded in some rows, perhaps beside prompts, and how long it took."""
-
-    num_rows: int
-    num_drafts: int  # draft tokens that were verified
-    seconds: float
-    target_seconds: float  # of them
-    way: Way | None  # in which drafts were asked for, whether any were found or not; None: none were
-    num_drafting: int  # rows for which they were
-    num_asked: int  # those whose network was
-    prompts: bool = False  # whether it computed some too
-
-
 class DraftPolicy:
     """Chooses draft lengths for all rows of a step, and learns from how the step went."""
 
     def __init__(self, num_drafters: int) -> None:
-        self.times = StepTimes()
-        # Their two parts: the target's time, which is the same whoever drafts, and all that is spent beside
-        # it; a network's time counts on top of what looking up takes.
-        self._verifying = StepTimes()
-        self._beside: dict[Way | None, ExtraTimes] = {way: ExtraTimes() for way in (*Way, None)}
-        self._cost = TokenCost()
+        self.costs = StepCosts()
         self._overall = [Records(fading=0.999) for _ in range(num_drafters)]
         self._num_steps = 0
 
-    def expected(
-        self, drafter: int, way: Way, own: Records, looks_up_first: bool
-    ) -> tuple[float, float, float]:
-        """Tokens that a sequence's draft has, how many of them are right, both over ``yields``, and the
-        chance that a network is asked for it.
+    def expected(self, drafter: int, way: Way, own: Records, looks_up_first: bool) -> Promise:
+        """What a sequence's next draft promises, by its own record, led by that of all others at first.
 
-        Its own record counts, led by that of all others at first.
         looks_up_first: whether the drafter asks its network only where it finds nothing.
         """
-        overall = self._overall[drafter]
-        if not looks_up_first:
-            return *_led(own.network, overall.network), 1.0
-        looked_up = _led(own.lookup, overall.lookup)
-        if way is Way.LOOKUP:
-            return *looked_up, 0.0
-        missing = 1 - own.found.estimate(overall.found.estimate(prior=0.5), OVERALL_WEIGHT)
-        drafted, accepted = _led(own.network, overall.network)
-        return looked_up[0] + missing * drafted, looked_up[1] + missing * accepted, missing
+        return own.expected(self._overall[drafter], way, looks_up_first)
 
     def choose(self, options: Sequence[Option]) -> Choice:
         """The way and the rows to draft that minimise the expected mean time per token."""
-        plain = self._plain_seconds(len(options[0].limits))
+        plain = self.costs.plain_seconds(len(options[0].limits))
         choices = [self._best(option, plain) for option in options]
         chosen = min(choices, key=lambda choice: choice.seconds)
         self._num_steps += 1
@@ -125,7 +89,7 @@ class DraftPolicy:
         order = np.argsort(-savings / (drafted + 1e-9), kind="stable")
         order = order[limits[order] > 0]
         sums = np.cumsum(np.stack([savings, drafted, option.asked])[:, order], axis=1)
-        seconds = self._seconds(option.way, num_rows + sums[1], sums[2])
+        seconds = self.costs.seconds(option.way, num_rows + sums[1], sums[2])
         times = np.concatenate([[plain], (1 - sums[0] / num_rows) * seconds])
         best = int(np.argmin(times))
         # What is wanted is set aside in the step, so it must not be far more than what is likely to come.
@@ -148,7 +112,7 @@ class DraftPolicy:
 
     def _min_chance(self, tokens_per_second: float) -> float:
         """From which a draft token pays: the tokens that are generated in the time it takes."""
-        return min(self._cost.seconds * tokens_per_second, 1.0)
+        return min(self.costs.token_seconds * tokens_per_second, 1.0)
 
     def _probe(self, chosen: Choice, choices: Sequence[Choice], options: Sequence[Option]) -> Choice:
         """What else could be done, one after the other; with drafts in all rows, since on some machines the
@@ -166,64 +130,8 @@ class DraftPolicy:
         return others[self._num_steps // PROBE_INTERVAL % len(others)]
 
     def observe_draft(
-        self,
-        drafter: int,
-        way: Way,
-        own: Records,
-        looks_up_first: bool,
-        looked_up: bool,
-        min_chance: float,
-        *fared: int,
+        self, drafter: int, way: Way, own: Records, looks_up_first: bool, looked_up: bool, fared: Fared
     ) -> None:
-        """Take in how the draft fared that one row was asked for.
-
-        looked_up: whether it was; fared: how many tokens were drafted and accepted.
-        """
+        """Take in how the draft fared that one row was asked for.  looked_up: whether it was"""
         for records in (own, self._overall[drafter]):
-            if looks_up_first:
-                records.found.observe(looked_up, 1)
-                records.lookup.observe(min_chance, *(fared if looked_up else (0, 0)))
-            if not looked_up and (way is Way.NETWORK or not looks_up_first):
-                records.network.observe(min_chance, *fared)
-
-    def observe_step(self, step: Verified) -> None:
-        """Take in how long a step took."""
-        if not step.prompts:
-            num_tokens = step.num_rows + step.num_drafts
-            self.times.observe(num_tokens, step.seconds)
-            self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
-            if step.way is not None:
-                self._cost.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
-        beside = step.seconds - step.target_seconds
-        if step.way is None:
-            self._beside[None].observe(step.num_rows, beside)
-        elif step.way is Way.LOOKUP:
-            self._beside[Way.LOOKUP].observe(step.num_drafting, beside)
-        elif step.num_asked:
-            looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))
-            self._beside[Way.NETWORK].observe(step.num_asked, beside - looking_up)
-
-    def _plain_seconds(self, num_rows: int) -> float:
-        """Of a step without drafts."""
-        return float(self._verifying.predict(num_rows) + self._beside[None].predict(num_rows))
-
-    def _seconds(
-        self, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Of steps in which more and more rows draft, from one on.
-
-        num_tokens: [n] verified in them; num_asked: [n] rows for which a network is asked -> [n]
-        """
-        num_drafting = np.arange(1.0, len(num_tokens) + 1)
-        seconds = self._verifying.predict(num_tokens) + self._beside[Way.LOOKUP].predict(num_drafting)
-        if way is Way.NETWORK:
-            seconds += self._beside[way].predict(num_asked)
-        return seconds
-
-
-def _led(own: Record, overall: Record) -> tuple[float, float]:
-    """Tokens that are drafted, and that are right: by a sequence's own record, led by that of all others."""
-    return (
-        own.drafted.estimate(overall.drafted.estimate(prior=1.0), OVERALL_WEIGHT),
-        own.accepted.estimate(overall.accepted.estimate(prior=1.0), OVERALL_WEIGHT),
-    )
+            records.observe(way, looks_up_first, looked_up, fared)

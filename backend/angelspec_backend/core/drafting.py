@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
-from angelspec_backend.core.draft_policy import DraftPolicy, Option, Verified
-from angelspec_backend.core.draft_records import Way
+from angelspec_backend.core.draft_policy import DraftPolicy, Option
+from angelspec_backend.core.draft_records import Fared, Way
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
-from angelspec_backend.core.messages import StepOutput, split_rows
+from angelspec_backend.core.messages import StepOutput
 from angelspec_backend.core.request import Sequence
 from angelspec_backend.core.step import ScheduledRow
+from angelspec_backend.core.step_costs import Verified
 from angelspec_backend.core.step_times import StepTimes
 
 NO_TOKEN = -1
-NO_STATES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
 class Drafting:
@@ -39,7 +39,7 @@ class Drafting:
     @property
     def times(self) -> StepTimes:
         """How long steps take that compute no prompt."""
-        return self._policy.times
+        return self._policy.costs.times
 
     def drafter_of(self, seq: Sequence) -> DrafterInfo | None:
         """The drafter that drafts for a sequence; None: it is decoded autoregressively."""
@@ -111,7 +111,7 @@ class Drafting:
         num_decoding = sum(row.num_tokens == 1 for row in rows)
         if num_decoding:
             ways = [row.way for row in rows if row.num_draft_tokens]
-            self._policy.observe_step(
+            self._policy.costs.observe(
                 Verified(
                     num_rows=num_decoding,
                     num_drafts=int(output.draft_lens.sum()),
@@ -126,9 +126,9 @@ class Drafting:
         outcomes = output.looked_up, output.draft_lens, output.lens
         for row, looked_up, drafted, sampled in zip(rows, *(each.tolist() for each in outcomes), strict=True):
             if row.num_draft_tokens:
-                seq, fared = row.seq, (row.min_chance, drafted, max(sampled - 1, 0))
+                seq, fared = row.seq, Fared(row.min_chance, drafted, max(sampled - 1, 0))
                 first = self._config.drafters[seq.drafter].looks_up_first
-                self._policy.observe_draft(seq.drafter, row.way, seq.records, first, bool(looked_up), *fared)
+                self._policy.observe_draft(seq.drafter, row.way, seq.records, first, bool(looked_up), fared)
 
     def advance(
         self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]
@@ -198,14 +198,3 @@ class Drafting:
         else:
             assert len(seq.waiting_states) == 0, "hidden states that nobody wants"
             assert 0 <= seq.num_fed <= len(seq.token_ids), "the drafter saw tokens that are not committed"
-
-
-def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
-    """The bytes of each row's new hidden states."""
-    if len(output.hidden_states) == 0:
-        return [NO_STATES] * len(rows)
-    lens = [
-        row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
-        for row, sampled in zip(rows, output.lens.tolist(), strict=True)
-    ]
-    return split_rows(output.hidden_states, np.array(lens))

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, BlockTable
-from angelspec_backend.core.drafting import Drafting, split_states
+from angelspec_backend.core.drafting import Drafting
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.prefill_policy import PrefillPolicy
 from angelspec_backend.core.request import FinishReason, Sequence, TokenEvent
-from angelspec_backend.core.step import ScheduledRow
+from angelspec_backend.core.step import ScheduledRow, split_states
 
 
 class Scheduler:

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.loop_config import DrafterInfo
-from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput
+from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput, StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
+
+NO_STATES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,14 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
         tap_ids=np.array(tap_ids, np.int32),
         hidden_states=np.concatenate(states) if states else np.zeros(0, np.uint8),
     )
+
+
+def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
+    """The bytes of each row's new hidden states."""
+    if len(output.hidden_states) == 0:
+        return [NO_STATES] * len(rows)
+    lens = [
+        row.num_committed(sampled) * row.drafter.bytes_per_token if row.drafter else 0
+        for row, sampled in zip(rows, output.lens.tolist(), strict=True)
+    ]
+    return split_rows(output.hidden_states, np.array(lens))

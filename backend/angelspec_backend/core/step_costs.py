@@ -1,0 +1,78 @@
+"""What steps cost, learnt from the steps themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from angelspec_backend.core.draft_records import Way
+from angelspec_backend.core.step_times import ExtraTimes, StepTimes, TokenCost
+
+SHORTEST = 1e-6
+"""Seconds that a target takes at least."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A step that decoded in some rows, perhaps beside prompts, and how long it took."""
+
+    num_rows: int
+    num_drafts: int  # draft tokens that were verified
+    seconds: float
+    target_seconds: float  # of them
+    way: Way | None  # in which drafts were asked for, whether any were found or not; None: none were
+    num_drafting: int  # rows for which they were
+    num_asked: int  # those whose network was
+    prompts: bool = False  # whether it computed some too
+
+
+class StepCosts:
+    """Seconds that steps take, in two parts: the target's, which are the same whoever drafts, and all that is
+    spent beside it.  A network's time counts on top of what looking up takes."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()  # of both parts
+        self._verifying = StepTimes()
+        self._beside: dict[Way | None, ExtraTimes] = {way: ExtraTimes() for way in (*Way, None)}
+        self._token = TokenCost()
+
+    def observe(self, step: Verified) -> None:
+        """Take in a step."""
+        if not step.prompts:
+            num_tokens = step.num_rows + step.num_drafts
+            self.times.observe(num_tokens, step.seconds)
+            self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
+            if step.way is not None:
+                self._token.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
+        beside = step.seconds - step.target_seconds
+        if step.way is None:
+            self._beside[None].observe(step.num_rows, beside)
+        elif step.way is Way.LOOKUP:
+            self._beside[Way.LOOKUP].observe(step.num_drafting, beside)
+        elif step.num_asked:
+            looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))
+            self._beside[Way.NETWORK].observe(step.num_asked, beside - looking_up)
+
+    @property
+    def token_seconds(self) -> float:
+        """That one more draft token takes."""
+        return self._token.seconds
+
+    def plain_seconds(self, num_rows: int) -> float:
+        """Of a step without drafts."""
+        return float(self._verifying.predict(num_rows) + self._beside[None].predict(num_rows))
+
+    def seconds(
+        self, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Of steps in which more and more rows draft, from one on.
+
+        num_tokens: [n] verified in them; num_asked: [n] rows for which a network is asked -> [n]
+        """
+        num_drafting = np.arange(1.0, len(num_tokens) + 1)
+        seconds = self._verifying.predict(num_tokens) + self._beside[Way.LOOKUP].predict(num_drafting)
+        if way is Way.NETWORK:
+            seconds += self._beside[way].predict(num_asked)
+        return seconds
