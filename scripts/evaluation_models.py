@@ -161,7 +161,7 @@ def load_drafter(
         drafter = network = load_served(choice.kind, choice.path, served)
         spec = network.network.spec  # type: ignore[attr-defined]  # both classes of trained drafters have it
         if choice.lookup:
-            drafter = LookupDrafter(network, NGRAM_SIZES[1], blocks, size, spec.num_drafts)
+            drafter = LookupDrafter(network, NGRAM_SIZES[1], blocks, size, spec.most_drafts)
     info = drafter.info.checked(runner.num_layers, runner.hidden_size * runner.dtype.itemsize)
     if info.failure:
         raise EvaluationError(f"{choice.label}: {info.failure}")

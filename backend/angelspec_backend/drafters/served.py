@@ -14,17 +14,12 @@ from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
 from angelspec_backend.drafters.block_drafter import BlockDrafter
 from angelspec_backend.drafters.blocks import BlockNetwork
-from angelspec_backend.drafters.chain import ChainNetwork
 from angelspec_backend.drafters.chain_drafter import ChainDrafter
 from angelspec_backend.drafters.checkpoint import load_drafter
 from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.engine.linear_native import QuantizationError, resolve_quantization
 from angelspec_backend.engine.loader import LoadError, load_tokenizer, model_max_context
-
-UNTRAINED_STEPS = 2
-"""Drafts of a chain beyond the steps it was trained for: each is made like the one before, and while drafts
-are likely, which decides whether there are more, they are right about as often."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +91,5 @@ def load_served(
     logger.info("%s: %s, %d layers, taps %s", name, path, spec.num_layers, list(spec.tap_ids))
     if not lookup:
         return drafter
-    most = spec.num_drafts
-    if most and isinstance(network, ChainNetwork):
-        most += UNTRAINED_STEPS
-    return LookupDrafter(drafter, lookup, target.num_blocks, target.block_size, most or MAX_DRAFT_TOKENS)
+    most = spec.most_drafts or MAX_DRAFT_TOKENS
+    return LookupDrafter(drafter, lookup, target.num_blocks, target.block_size, most)

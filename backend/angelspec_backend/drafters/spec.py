@@ -11,6 +11,9 @@ BLOCK_KINDS = ("dflash", "dflare", "dfly", "dspark")
 """Draft a whole block in one pass."""
 CHAIN_KINDS = ("mtp", "eagle3")
 """Draft token after token."""
+UNTRAINED_STEPS = 2
+"""Drafts of a chain beyond the steps it was trained for: each is made like the one before, and while drafts
+are likely, which decides whether there are more, they are right about as often."""
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
@@ -106,3 +109,8 @@ class DrafterSpec:
         if self.kind in CHAIN_KINDS:
             return self.num_steps
         return self.block_size - 1 + self.label_shift
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that are worth asking for; 0: nothing is known."""
+        return self.num_drafts + (UNTRAINED_STEPS if self.kind in CHAIN_KINDS and self.num_steps else 0)
