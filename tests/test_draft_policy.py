@@ -21,7 +21,7 @@ LONGEST = 8
 def option(policy, records, way=Way.NETWORK, longest=LONGEST, looks_up_first=False):
     """What a way promises to sequences of these records."""
     expected = np.array([policy.expected(0, way, own, looks_up_first) for own in records])
-    return Option(way, *expected.T, np.full(len(records), longest))
+    return Option(0, way, *expected.T, np.full(len(records), longest))
 
 
 def observe(
@@ -31,6 +31,7 @@ def observe(
     target_s,
     way,
     *,
+    drafter=0,
     beside=0.0,
     num_drafting=None,
     num_asked=None,
@@ -40,7 +41,7 @@ def observe(
     drafting = num_rows if num_drafting is None else num_drafting
     asked = drafting if num_asked is None else num_asked
     policy.costs.observe(
-        Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafting, asked, prompts)
+        Verified(num_rows, num_drafts, target_s + beside, target_s, way, drafter, drafting, asked, prompts)
     )
 
 
@@ -57,7 +58,7 @@ def test_the_rows_that_draft_are_the_best_of_all_choices_of_rows(rows, base, slo
     for n in [*range(1, 32)] * 5:
         observe(policy, n, 0, base + slope * n, None)
         observe(policy, 1, n - 1, base + slope * n, Way.NETWORK)
-    given = Option(Way.NETWORK, drafted, drafted * right, np.ones(len(rows)), limits)
+    given = Option(0, Way.NETWORK, drafted, drafted * right, np.ones(len(rows)), limits)
     tokens, accepted = policy._expected(given, len(rows) / policy.costs.plain_seconds(len(rows)))
 
     def time_per_token(which) -> float:
@@ -66,7 +67,8 @@ def test_the_rows_that_draft_are_the_best_of_all_choices_of_rows(rows, base, slo
         num_tokens = np.full(which.sum(), len(rows) + tokens[which].sum())
         steps = np.where(which, 1 / (1 + accepted), 1.0)
         return (
-            np.mean(steps) * policy.costs.seconds(Way.NETWORK, num_tokens, np.arange(1, which.sum() + 1))[-1]
+            np.mean(steps)
+            * policy.costs.seconds(0, Way.NETWORK, num_tokens, np.arange(1, which.sum() + 1))[-1]
         )
 
     choices = [np.array(which) for which in itertools.product([False, True], repeat=len(rows))]
@@ -140,7 +142,7 @@ def test_a_token_must_be_the_likelier_the_more_it_costs():
             observe(policy, 4, num_drafts, 10.0 + slope * num_drafts, Way.NETWORK)
         expected = np.full(4, 1.0)
         least.append(
-            policy.choose([Option(Way.NETWORK, expected, expected, np.ones(4), np.full(4, 8))]).min_chance
+            policy.choose([Option(0, Way.NETWORK, expected, expected, np.ones(4), np.full(4, 8))]).min_chance
         )
     # 4 tokens and those accepted in 10 s and what the drafts take
     assert least == [
@@ -166,8 +168,8 @@ def test_a_first_network_step_that_is_no_example_does_not_keep_the_network_out()
         observe(policy, 1, n % 4, 10.0, Way.LOOKUP)
     observe(policy, 1, 3, 10.0, Way.NETWORK, beside=10.0)  # it was fed a whole prompt
     limits = np.array([8])
-    lookup = Option(Way.LOOKUP, np.array([1.0]), np.array([0.3]), np.zeros(1), limits)
-    network = Option(Way.NETWORK, np.array([1.0]), np.array([0.9]), np.ones(1), limits)
+    lookup = Option(0, Way.LOOKUP, np.array([1.0]), np.array([0.3]), np.zeros(1), limits)
+    network = Option(0, Way.NETWORK, np.array([1.0]), np.array([0.9]), np.ones(1), limits)
     assert policy.choose([lookup, network]).way is Way.NETWORK
 
 
@@ -176,12 +178,22 @@ def test_what_a_network_takes_is_learnt_beside_prompts_too():
     policy, limits = DraftPolicy(1), np.full(16, 8)
     for n in range(50):
         observe(policy, 16, n % 32, 10.0, Way.LOOKUP)
-    lookup = Option(Way.LOOKUP, np.full(16, 1.0), np.full(16, 0.3), np.zeros(16), limits)
-    network = Option(Way.NETWORK, np.full(16, 1.0), np.full(16, 0.6), np.ones(16), limits)
+    lookup = Option(0, Way.LOOKUP, np.full(16, 1.0), np.full(16, 0.3), np.zeros(16), limits)
+    network = Option(0, Way.NETWORK, np.full(16, 1.0), np.full(16, 0.6), np.ones(16), limits)
     assert policy.choose([lookup, network]).way is Way.NETWORK
     for _ in range(50):
         observe(policy, 16, 16, 100.0, Way.NETWORK, beside=8.0, prompts=True)
     assert policy.choose([lookup, network]).way is Way.LOOKUP
+
+
+def test_a_slow_drafter_does_not_keep_a_fast_one_from_drafting():
+    policy, limits = DraftPolicy(2), np.full(4, 8)
+    for drafter, beside in ((0, 0.1), (1, 20.0)):
+        for n in range(200):
+            observe(policy, 4, n % 16, 10.0, Way.NETWORK, drafter=drafter, beside=beside)
+    promise = np.full(4, 1.0), np.full(4, 0.5), np.ones(4), limits
+    assert policy.choose([Option(0, Way.NETWORK, *promise)]).drafts
+    assert not policy.choose([Option(1, Way.NETWORK, *promise)]).drafts
 
 
 def test_a_row_that_gains_nothing_does_not_draft_beside_one_that_does():
@@ -189,7 +201,7 @@ def test_a_row_that_gains_nothing_does_not_draft_beside_one_that_does():
     for n in range(200):
         observe(policy, 16, n % 32, 1.0 + 0.005 * (16 + n % 32), Way.NETWORK if n % 32 else None)
     easy = np.array([2.0] + [0.0] * 15)
-    lengths = policy.choose([Option(Way.NETWORK, easy + 1, easy, np.ones(16), np.full(16, 8))]).lengths
+    lengths = policy.choose([Option(0, Way.NETWORK, easy + 1, easy, np.ones(16), np.full(16, 8))]).lengths
     assert np.flatnonzero(lengths).tolist() == [0]
 
 
@@ -197,7 +209,7 @@ def test_a_hopeless_sequence_is_tried_again_now_and_then():
     policy = DraftPolicy(1)
     for n in range(400):
         observe(policy, 1, n % 4, 1.0 + n % 4, Way.NETWORK if n % 4 else None)
-    hopeless = Option(Way.NETWORK, np.array([1.0]), np.array([0.01]), np.ones(1), np.array([4]))
+    hopeless = Option(0, Way.NETWORK, np.array([1.0]), np.array([0.01]), np.ones(1), np.array([4]))
     chosen = [bool(policy.choose([hopeless]).lengths[0]) for _ in range(1000)]
     assert 2 <= sum(chosen) <= 20
 

@@ -31,6 +31,7 @@ catches up, so it says little."""
 class Option:
     """What one way of drafting promises to the rows of a step."""
 
+    drafter: int  # index of the one of most rows
     way: Way
     drafted: NDArray[np.float64]  # [num_rows] tokens that a draft has, over ``yields``
     accepted: NDArray[np.float64]  # [num_rows] and those of them that are right, likewise
@@ -89,7 +90,7 @@ class DraftPolicy:
         order = np.argsort(-savings / (drafted + 1e-9), kind="stable")
         order = order[limits[order] > 0]
         sums = np.cumsum(np.stack([savings, drafted, option.asked])[:, order], axis=1)
-        seconds = self.costs.seconds(option.way, num_rows + sums[1], sums[2])
+        seconds = self.costs.seconds(option.drafter, option.way, num_rows + sums[1], sums[2])
         times = np.concatenate([[plain], (1 - sums[0] / num_rows) * seconds])
         best = int(np.argmin(times))
         # What is wanted is set aside in the step, so it must not be far more than what is likely to come.

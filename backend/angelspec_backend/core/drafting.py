@@ -15,7 +15,7 @@ from angelspec_backend.core.block_manager import BlockManager, CachedBlock
 from angelspec_backend.core.draft_policy import DraftPolicy, Option
 from angelspec_backend.core.draft_records import Fared, Way
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
-from angelspec_backend.core.messages import StepOutput
+from angelspec_backend.core.messages import NO_DRAFTER, StepOutput
 from angelspec_backend.core.request import Sequence
 from angelspec_backend.core.step import ScheduledRow
 from angelspec_backend.core.step_costs import Verified
@@ -82,7 +82,7 @@ class Drafting:
                 longest[row] = limit
                 expected[:, row] = self._policy.expected(seq.drafter, way, seq.records, first)
         drafted, accepted, asked = expected
-        return Option(way, drafted, accepted, asked, longest)
+        return Option(_most_common(decoding), way, drafted, accepted, asked, longest)
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool
@@ -118,6 +118,7 @@ class Drafting:
                     seconds=seconds,
                     target_seconds=output.seconds,
                     way=ways[0] if ways else None,
+                    drafter=_most_common([row.seq for row in rows if row.num_draft_tokens]),
                     num_drafting=len(ways),
                     num_asked=sum(way is Way.NETWORK for way in ways) - int(output.looked_up.sum()),
                     prompts=num_decoding < len(rows),
@@ -198,3 +199,9 @@ class Drafting:
         else:
             assert len(seq.waiting_states) == 0, "hidden states that nobody wants"
             assert 0 <= seq.num_fed <= len(seq.token_ids), "the drafter saw tokens that are not committed"
+
+
+def _most_common(sequences: list[Sequence]) -> int:
+    """The drafter that most of some sequences have, NO_DRAFTER not counted unless none has another."""
+    drafters = [seq.drafter for seq in sequences if seq.drafter != NO_DRAFTER]
+    return max(set(drafters), key=drafters.count, default=NO_DRAFTER)

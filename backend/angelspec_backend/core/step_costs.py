@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ class Verified:
     seconds: float
     target_seconds: float  # of them
     way: Way | None  # in which drafts were asked for, whether any were found or not; None: none were
+    drafter: int  # index of the one of most rows
     num_drafting: int  # rows for which they were
     num_asked: int  # those whose network was
     prompts: bool = False  # whether it computed some too
@@ -35,7 +37,9 @@ class StepCosts:
     def __init__(self) -> None:
         self.times = StepTimes()  # of both parts
         self._verifying = StepTimes()
-        self._beside: dict[Way | None, ExtraTimes] = {way: ExtraTimes() for way in (*Way, None)}
+        self._plain = ExtraTimes()  # beside the target, without drafts
+        # Each drafter takes its own time, and requests may name different ones.
+        self._beside: defaultdict[tuple[int, Way], ExtraTimes] = defaultdict(ExtraTimes)
         self._token = TokenCost()
 
     def observe(self, step: Verified) -> None:
@@ -45,15 +49,15 @@ class StepCosts:
             self.times.observe(num_tokens, step.seconds)
             self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
             if step.way is not None:
-                self._token.observe(step.way, step.num_rows, step.num_drafts, step.seconds)
+                self._token.observe((step.drafter, step.way), step.num_rows, step.num_drafts, step.seconds)
         beside = step.seconds - step.target_seconds
         if step.way is None:
-            self._beside[None].observe(step.num_rows, beside)
+            self._plain.observe(step.num_rows, beside)
         elif step.way is Way.LOOKUP:
-            self._beside[Way.LOOKUP].observe(step.num_drafting, beside)
+            self._beside[step.drafter, Way.LOOKUP].observe(step.num_drafting, beside)
         elif step.num_asked:
-            looking_up = float(self._beside[Way.LOOKUP].predict(step.num_drafting))
-            self._beside[Way.NETWORK].observe(step.num_asked, beside - looking_up)
+            looking_up = float(self._beside[step.drafter, Way.LOOKUP].predict(step.num_drafting))
+            self._beside[step.drafter, Way.NETWORK].observe(step.num_asked, beside - looking_up)
 
     @property
     def token_seconds(self) -> float:
@@ -62,17 +66,19 @@ class StepCosts:
 
     def plain_seconds(self, num_rows: int) -> float:
         """Of a step without drafts."""
-        return float(self._verifying.predict(num_rows) + self._beside[None].predict(num_rows))
+        return float(self._verifying.predict(num_rows) + self._plain.predict(num_rows))
 
     def seconds(
-        self, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
+        self, drafter: int, way: Way, num_tokens: NDArray[np.float64], num_asked: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Of steps in which more and more rows draft, from one on.
 
-        num_tokens: [n] verified in them; num_asked: [n] rows for which a network is asked -> [n]
+        drafter: of most of them; num_tokens: [n] verified in them; num_asked: [n] rows for which a network is
+        asked -> [n]
         """
         num_drafting = np.arange(1.0, len(num_tokens) + 1)
-        seconds = self._verifying.predict(num_tokens) + self._beside[Way.LOOKUP].predict(num_drafting)
+        looking_up = self._beside[drafter, Way.LOOKUP].predict(num_drafting)
+        seconds = self._verifying.predict(num_tokens) + looking_up
         if way is Way.NETWORK:
-            seconds += self._beside[way].predict(num_asked)
+            seconds += self._beside[drafter, way].predict(num_asked)
         return seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,21 +93,21 @@ class ExtraTimes:
 
 
 class TokenCost:
-    """Seconds that one more draft token takes: the slope of lines through recent steps, one line by way of
-    drafting, all of the same slope."""
+    """Seconds that one more draft token takes: the slope of lines through recent steps, one line by drafter
+    and way, all of the same slope."""
 
     def __init__(self) -> None:
-        self._means: dict[int, NDArray[np.float64]] = {}  # by way: of draft tokens and seconds
+        self._means: dict[Hashable, NDArray[np.float64]] = {}  # by line: of draft tokens and seconds
         self._spread = np.zeros(2)  # variance of draft tokens, and their covariance with seconds
 
-    def observe(self, way: int, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def observe(self, line: Hashable, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Take in a step with so many rows and draft tokens."""
         step, num_tokens = np.array([num_drafts, seconds]), num_rows + num_drafts
         if not self._means:
             self._spread = np.array([num_tokens, FIRST_SHARE * seconds])
-        mean = self._means.setdefault(way, step)
+        mean = self._means.setdefault(line, step)
         change = step - mean
-        self._means[way] = mean + RECENT * change
+        self._means[line] = mean + RECENT * change
         self._spread = (1 - RECENT) * (self._spread + RECENT * change[0] * change)
 
     @property
