@@ -166,7 +166,7 @@ def test_a_first_network_step_that_is_no_example_does_not_keep_the_network_out()
     policy = DraftPolicy(1)
     for n in range(100):
         observe(policy, 1, n % 4, 10.0, Way.LOOKUP)
-    observe(policy, 1, 3, 10.0, Way.NETWORK, beside=10.0)  # it was fed a whole prompt
+    observe(policy, 1, 3, 10.0, Way.NETWORK, beside=200.0)  # it was fed a whole prompt, and did all for once
     limits = np.array([8])
     lookup = Option(0, Way.LOOKUP, np.array([1.0]), np.array([0.3]), np.zeros(1), limits)
     network = Option(0, Way.NETWORK, np.array([1.0]), np.array([0.9]), np.ones(1), limits)

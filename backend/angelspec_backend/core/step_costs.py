@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.draft_records import Way
-from angelspec_backend.core.step_times import ExtraTimes, StepTimes, TokenCost
+from angelspec_backend.core.step_times import FIRST_SHARE, ExtraTimes, StepTimes, TokenCost
 
 SHORTEST = 1e-6
 """Seconds that a target takes at least."""
@@ -47,17 +47,20 @@ class StepCosts:
         if not step.prompts:
             num_tokens = step.num_rows + step.num_drafts
             self.times.observe(num_tokens, step.seconds)
-            self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
+            target = self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
             if step.way is not None:
-                self._token.observe((step.drafter, step.way), step.num_rows, step.num_drafts, step.seconds)
+                # Without the worst of disturbances, of which each would be remembered for long.
+                seconds = target + min(step.seconds - step.target_seconds, FIRST_SHARE * target)
+                self._token.observe((step.drafter, step.way), step.num_rows, step.num_drafts, seconds)
         beside = step.seconds - step.target_seconds
         if step.way is None:
-            self._plain.observe(step.num_rows, beside)
+            self._plain.observe(step.num_rows, beside, step.target_seconds)
         elif step.way is Way.LOOKUP:
-            self._beside[step.drafter, Way.LOOKUP].observe(step.num_drafting, beside)
+            self._beside[step.drafter, Way.LOOKUP].observe(step.num_drafting, beside, step.target_seconds)
         elif step.num_asked:
             looking_up = float(self._beside[step.drafter, Way.LOOKUP].predict(step.num_drafting))
-            self._beside[step.drafter, Way.NETWORK].observe(step.num_asked, beside - looking_up)
+            network = self._beside[step.drafter, Way.NETWORK]
+            network.observe(step.num_asked, beside - looking_up, step.target_seconds)
 
     @property
     def token_seconds(self) -> float:

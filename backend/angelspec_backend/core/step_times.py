@@ -16,10 +16,9 @@ FASTER, SLOWER = 0.3, 0.1
 """Weights of a new time below and above what was known: a disturbance only ever makes a step longer."""
 RECENT = 0.02
 """Weight of a new step among those that say what a draft token costs."""
-EXTRA = 0.1
-"""Weight of a new step in the time that is spent beside the target's."""
 FIRST_SHARE = 0.2
-"""A draft token's cost before any is known, as a share of a token's mean time in its step."""
+"""A draft token's cost before any is known, as a share of a token's mean time in its step; and what is believed
+at first of the time beside the target, as a share of the target's."""
 
 
 class StepTimes:
@@ -80,11 +79,16 @@ class ExtraTimes:
         self._buckets: dict[int, tuple[float, float]] = {}  # mean rows, mean seconds
         self._curve = np.zeros((2, 1))
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Take in a measurement, which is not believed at once: the first of its kind often is no example."""
+    def observe(self, num_rows: int, seconds: float, target_seconds: float) -> None:
+        """Take in a measurement, which is not believed at once: the first of its kind often is no example.
+
+        target_seconds: beside which they were spent.
+        """
         bucket = round(np.log2(num_rows))
         rows, mean = self._buckets.get(bucket, (float(num_rows), float(self.predict(num_rows))))
-        self._buckets[bucket] = rows + EXTRA * (num_rows - rows), mean + EXTRA * (seconds - mean)
+        seconds = min(seconds, 2 * mean + FIRST_SHARE * target_seconds)
+        mean += (FASTER if seconds < mean else SLOWER) * (seconds - mean)
+        self._buckets[bucket] = rows + SLOWER * (num_rows - rows), mean
         self._curve = np.array([(0.0, 0.0), *sorted(self._buckets.values())]).T
 
     def predict(self, num_rows: NDArray[np.float64] | float) -> NDArray[np.float64]:
