@@ -17,8 +17,8 @@ FASTER, SLOWER = 0.3, 0.1
 RECENT = 0.02
 """Weight of a new step among those that say what a draft token costs."""
 FIRST_SHARE = 0.2
-"""A draft token's cost before any is known, as a share of a token's mean time in its step; and what is believed
-at first of the time beside the target, as a share of the target's."""
+"""A draft token's cost before any is known, as a share of a token's mean time in its step; and what is
+believed at first of the time beside the target, as a share of the target's."""
 
 
 class StepTimes:
