@@ -63,7 +63,9 @@ class Drafting:
         self.way, self.min_chance = Way.NETWORK, 0.0
         if not self._config.adaptive_drafts or not any(limits):
             return limits
-        chosen = self._policy.choose([self._option(way, decoding, limits) for way in self._ways(decoding)])
+        drafter = _most_common(decoding)
+        options = [self._option(drafter, way, decoding, limits) for way in self._ways(decoding)]
+        chosen = self._policy.choose(options)
         self.way, self.min_chance = chosen.way, chosen.min_chance
         return chosen.lengths.tolist()
 
@@ -73,8 +75,8 @@ class Drafting:
         both = any(each.looks_up_first for each in drafters if each)
         return [Way.LOOKUP, Way.NETWORK] if both else [Way.NETWORK]
 
-    def _option(self, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
-        """What one way promises to these sequences."""
+    def _option(self, drafter: int, way: Way, decoding: list[Sequence], limits: list[int]) -> Option:
+        """What one way promises to these sequences.  drafter: of most of them"""
         longest, expected = np.zeros(len(limits), np.int64), np.zeros((3, len(limits)))
         for row, (seq, limit) in enumerate(zip(decoding, limits, strict=True)):
             if limit and (way is Way.NETWORK or self._config.drafters[seq.drafter].looks_up):
@@ -82,7 +84,7 @@ class Drafting:
                 longest[row] = limit
                 expected[:, row] = self._policy.expected(seq.drafter, way, seq.records, first)
         drafted, accepted, asked = expected
-        return Option(_most_common(decoding), way, drafted, accepted, asked, longest)
+        return Option(drafter, way, drafted, accepted, asked, longest)
 
     def plan_feed(
         self, seq: Sequence, drafter: DrafterInfo, num_tokens: int, drafting: bool

@@ -44,15 +44,15 @@ class StepCosts:
 
     def observe(self, step: Verified) -> None:
         """Take in a step."""
+        beside = step.seconds - step.target_seconds
         if not step.prompts:
             num_tokens = step.num_rows + step.num_drafts
             self.times.observe(num_tokens, step.seconds)
             target = self._verifying.observe(num_tokens, max(step.target_seconds, SHORTEST))
             if step.way is not None:
                 # Without the worst of disturbances, of which each would be remembered for long.
-                seconds = target + min(step.seconds - step.target_seconds, FIRST_SHARE * target)
+                seconds = target + min(beside, FIRST_SHARE * target)
                 self._token.observe((step.drafter, step.way), step.num_rows, step.num_drafts, seconds)
-        beside = step.seconds - step.target_seconds
         if step.way is None:
             self._plain.observe(step.num_rows, beside, step.target_seconds)
         elif step.way is Way.LOOKUP:
