@@ -147,8 +147,8 @@ def test_row_kernels_equal_the_torch_formulas_and_rows_do_not_depend_on_each_oth
 def test_all_layers_in_one_call_give_the_bits_of_kernel_by_kernel(variant, threads):
     family, options = VARIANTS[variant]
     engine, other = (Engine(tiny_model(family, torch.bfloat16, **options)) for _ in range(2))
-    assert (engine.fused.native_layers is None) == ("odd sizes" in variant)
-    other.fused.native_layers = None
+    assert (engine.fused.native_forward is None) == ("odd sizes" in variant)
+    other.fused.native_forward = None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -300,7 +300,7 @@ def test_long_chunks_for_which_threads_share_rows_give_the_same_bits_as_short_on
         whole = run([(0, 620)])
         assert torch.equal(run([(0, 300), (300, 301), (301, 620)]), whole)
         assert torch.equal(run([(at, at + 31) for at in range(0, 620, 31)]), whole)
-        fused.native_layers = None
+        fused.native_forward = None
         assert torch.equal(run([(0, 620)]), whole)
     finally:
         torch.set_num_threads(before)

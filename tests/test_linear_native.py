@@ -50,6 +50,24 @@ def test_a_quantized_weight_is_within_half_a_step_of_the_weight(out_features, in
 
 @has_kernels
 @pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("inter", [1, 16, 24, 96, 160])
+def test_a_gated_layer_is_the_activation_of_its_products(inter, bias, quantized, kernel):
+    weight, offset = normal(2 * inter, 96), normal(2 * inter, seed=2) if bias else None
+    plain = NativeMatmul(weight, offset, quantized=quantized, kernel=kernel)
+    gated = NativeMatmul(weight, offset, quantized=quantized, gated=True, kernel=kernel)
+    for rows in (1, 3, 16, 33, 70):
+        x = normal(rows, 96, seed=rows)
+        expected = native.silu_and_mul(plain(x), torch.empty(rows, inter, dtype=torch.bfloat16))
+        assert torch.equal(gated(x), expected)
+    if not (bias or quantized):
+        gate, up = plain(x).chunk(2, -1)
+        torch.testing.assert_close(expected, nn.functional.silu(gate) * up, rtol=0.01, atol=0.01)
+
+
+@has_kernels
+@pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_product_with_bf16_weights_is_exact_but_for_rounding(shape, bias, kernel):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angelspec_backend.drafters.chain import FrozenHead
@@ -50,18 +49,12 @@ class PackedSwiGLU(nn.Module):
         """gate, up: [intermediate, input_size]; down: [hidden, intermediate]"""
         super().__init__()
         both = torch.cat([gate.detach(), up.detach()])
-        self.gate_up = PackedLinear(both, None, quantization)
+        self.gate_up = PackedLinear(both, None, quantization, gated=True)
         self.down = PackedLinear(down.detach().contiguous(), None, quantization)
-        self.native = native.supports(both.dtype, both.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, input_size] -> [n, hidden]"""
-        gate_up = self.gate_up(x)
-        if self.native:
-            out = torch.empty(len(x), self.down.in_features, dtype=x.dtype)
-            return self.down(native.silu_and_mul(gate_up, out))
-        gate, up = gate_up.chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gate_up(x))
 
 
 class PackedAttention(nn.Module):

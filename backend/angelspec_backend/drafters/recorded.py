@@ -129,7 +129,7 @@ def record_output(
     delta = program.linear(rows, attention.out, attended)
     normed = rows.tensor(residual.shape[1])
     program.rows(rows, delta, normed, norm=norm_of(layer.post_attention_layernorm), residual=residual)
-    return program.swiglu(rows, mlp.gate_up, mlp.down, normed)
+    return program.linear(rows, mlp.down, program.linear(rows, mlp.gate_up, normed))
 
 
 def norm_of(module: object) -> Norm:

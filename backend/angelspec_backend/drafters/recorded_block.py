@@ -193,7 +193,7 @@ class RecordedBlocks:
             program.rows(
                 rows, network.embed_tokens, halves[1], norm=norm_of(correction.embed_norm), index=previous
             )
-            corrected = program.swiglu(rows, mlp.gate_up, mlp.down, both)
+            corrected = program.linear(rows, mlp.down, program.linear(rows, mlp.gate_up, both))
             program.rows(rows, before, None, index=at, residual=corrected)
             logits = corrected if correction.folded else program.linear(rows, self._head, corrected)
             self._steps.end(rows, logits)

@@ -38,16 +38,20 @@ class PackedLinear(nn.Module):
 
     weight: [out_features, in_features]; bias: [out_features] or None.  On the CPU only the packed copy of
     the weight is kept; elsewhere ``F.linear`` is called, which ``FixedOrder`` replaces on a GPU.
-    quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.
+    quantization: "none", or "int8" for bf16 weights on the CPU rounded to 8 bits.  gated: the outputs are
+    silu of the products with the first half of the weight's rows times those with the second half.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none") -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, quantization: str = "none", gated: bool = False
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features = len(weight) // 2 if gated else len(weight)
+        self.in_features, self.gated = weight.shape[1], gated
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.row_range: tuple[int, int] | None = None
         if weight.device.type == "cpu":
-            self._matmul = _best_matmul(weight.detach(), self.bias, quantization)
+            self._matmul = _best_matmul(weight.detach(), self.bias, quantization, gated)
             self.row_range = ANY_ROWS
             if not isinstance(self._matmul, NativeMatmul):
                 self.row_range = find_row_range(*weight.shape, weight.dtype, torch.get_num_threads())
@@ -57,7 +61,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]"""
         if self.row_range is None:
-            return F.linear(x, self.weight, self.bias)
+            y = F.linear(x, self.weight, self.bias)
+            return activate(y) if self.gated else y
         low, high = self.row_range
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -65,9 +70,9 @@ class PackedLinear(nn.Module):
             return x.new_empty(0, self.out_features)
         if isinstance(self._matmul, NativeMatmul):
             return self._matmul(x.contiguous())
-        if low <= len(x) <= high:
-            return _padded(self._matmul, x.contiguous(), high)
-        return _in_chunks(self._matmul, x, low, high)
+        within = low <= len(x) <= high
+        y = _padded(self._matmul, x.contiguous(), high) if within else _in_chunks(self._matmul, x, low, high)
+        return activate(y) if self.gated else y
 
     @property
     def native_args(self) -> native.LinearArgs | None:
@@ -83,6 +88,15 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, row_range={self.row_range}"
+
+
+def activate(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up.  gate_up: [n, 2 * inter], gates first -> [n, inter]"""
+    if native.supports(gate_up.dtype, gate_up.device):
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        return native.silu_and_mul(gate_up.contiguous(), out)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def fuse(*linears: nn.Linear, quantization: str = "none") -> PackedLinear:
@@ -150,12 +164,15 @@ def _rows_agree(matmul: Callable[[Tensor], Tensor], x: Tensor, low: int) -> bool
     return True
 
 
-def _best_matmul(weight: Tensor, bias: Tensor | None, quantization: str) -> Callable[[Tensor], Tensor]:
+def _best_matmul(
+    weight: Tensor, bias: Tensor | None, quantization: str, gated: bool
+) -> Callable[[Tensor], Tensor]:
+    """All outputs of the weight side by side, or from a NativeMatmul those of a gated layer."""
     if weight.dtype == torch.bfloat16:  # what a model keeps in fp32 stays so
         quantized = quantization == "int8"
         # Without AMX oneDNN is as fast as the kernel for bf16 weights.
         if quantized or native.linear_kernel() == "amx":
-            return NativeMatmul(weight, bias, quantized=quantized)
+            return NativeMatmul(weight, bias, quantized=quantized, gated=gated)
     return _packed_matmul(weight, bias)
 
 

@@ -21,6 +21,9 @@ from angelspec_backend.engine import huge_pages, native
 BLOCK = 32
 """Outputs computed together, and inputs in one step of a sum; weights are padded to multiples with zeros."""
 
+GATES = BLOCK // 2
+"""Gates in a block of a gated layer; the other half are the factors that they let through."""
+
 
 class QuantizationError(ValueError):
     """The weights cannot be quantized here; the message says why."""
@@ -30,26 +33,35 @@ class NativeMatmul:
     """x @ weight.T + bias for bf16 tensors on the CPU.
 
     weight: [out_features, in_features]; bias: [out_features] or None.  quantized: round the weight to 8
-    bits.  ``kernel`` is one of native.LINEAR_KERNELS, by default the best of this machine; kernels round
-    differently.  Needs what ``check_supported`` checks.
+    bits.  gated: the first half of the weight's rows are gates, and the layer's outputs are silu(gate) times
+    the second half.  ``kernel`` is one of native.LINEAR_KERNELS, by default the best of this machine; kernels
+    round differently.  Needs what ``check_supported`` checks.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantized: bool, kernel: str = "") -> None:
-        self.out_features, self.in_features = weight.shape
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, quantized: bool, gated: bool = False, kernel: str = ""
+    ) -> None:
+        self.out_features = len(weight) // 2 if gated else len(weight)
+        self.in_features = weight.shape[1]
         self.padding = -self.in_features % BLOCK
-        self._scale: Tensor | None = None
+        scale = None
+        if gated:
+            weight, bias = pair_gates(weight), None if bias is None else pair_gates(bias)
         if quantized:
-            codes, self._scale = quantize(weight)
+            codes, scale = quantize(weight)
             self._weight = pack_codes(codes)
         else:
             self._weight = pack(weight)
-        self._bias = bias
+        self._scale, self._bias = (
+            None if x is None else F.pad(x, (0, -len(x) % BLOCK)) for x in (scale, bias)
+        )
         self.args = native.LinearArgs(  # the kernel reads the tensors' memory
             weight=self._weight.data_ptr(),
             scale=None if self._scale is None else self._scale.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
             in_features=self.in_features + self.padding,
             out_features=self.out_features,
+            gated=gated,
             weight_bits=8 if quantized else 16,
             kernel=native.LINEAR_KERNELS.index(kernel or native.linear_kernel()),
         )
@@ -65,9 +77,10 @@ class NativeMatmul:
         self._weight = same
         self.args.weight = same.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [n, in_features] bf16, dense -> [n, out_features]"""
-        out = x.new_empty(len(x), self.out_features)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [n, in_features] bf16, dense -> [n, out_features], which is ``out`` if given."""
+        if out is None:
+            out = x.new_empty(len(x), self.out_features)
         if self.padding:
             x = F.pad(x, (0, self.padding))
         args = self.args
@@ -126,6 +139,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.maximum(-low, high) / 127
     steps /= scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def pair_gates(rows: Tensor) -> Tensor:
+    """The order in which a gated layer is packed: GATES gates, their factors, the next gates.
+
+    rows: [2 * n, ...] all gates, then all factors -> [2 * n padded to BLOCK, ...], padded with zeros
+    """
+    halves = rows.detach().unflatten(0, (2, -1))  # [2, n, ...]
+    padded = torch.cat([halves, halves.new_zeros(2, -halves.shape[1] % GATES, *halves.shape[2:])], 1)
+    return padded.unflatten(1, (-1, GATES)).transpose(0, 1).flatten(0, 2)
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ close to theirs as the order of summation allows.  CPU only; see ``supports``.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.checkpoint import Checkpoint, Take
 from angelspec_backend.engine.kv_pool import KVPool, LayerSpec
 from angelspec_backend.engine.linear import PackedLinear, move_to_huge_pages
-from angelspec_backend.engine.llama_layers import Decoder, DecoderLayer, LayerByLayer, native_layers
+from angelspec_backend.engine.llama_layers import Decoder, DecoderLayer, LayerByLayer
+from angelspec_backend.engine.llama_native import native_forward
 from angelspec_backend.engine.loader import LoadError
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
@@ -89,9 +89,9 @@ class FusedLlama:
         head = None if config.tie_word_embeddings else take("lm_head.weight")
         self.head = PackedLinear(self.embedding if head is None else head, take("lm_head.bias"), quantization)
         move_to_huge_pages([*(each for layer in self.decoder.layers for each in layer.linears()), self.head])
-        self.native_layers = native_layers(self.decoder)
         fresh = take("model.embed_tokens.weight")  # of files: a view of which nothing is in memory yet
         self.embedding = self.embedding if fresh is None else fresh
+        self.native_forward = native_forward(self.decoder, self.embedding, self.norm, self.head)
 
     def layer_specs(self) -> list[LayerSpec]:
         """What each layer caches per token."""
@@ -118,20 +118,21 @@ class FusedLlama:
         for tap in taps:
             if not 0 <= tap < num_layers:
                 raise ValueError(f"tap {tap}: this model has layers 0 to {num_layers - 1}")
+        ascending = sorted(set(taps))
+        run = self.native_forward.run if self.native_forward else self._run_by_layer
+        logits, states = run(batch, pool, ascending)
+        by_tap = dict(zip(ascending, states, strict=True))
+        return logits, [by_tap[tap] for tap in taps]
+
+    def _run_by_layer(
+        self, batch: PackedBatch, pool: KVPool, taps: Sequence[int]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         hidden = F.embedding(batch.token_ids, self.embedding)  # [num_tokens, hidden] the residual stream
-        tapped: dict[int, Tensor] = {}
-        delta = torch.zeros_like(hidden)  # what is still to be added to it
-        native_layers = self.native_layers
-        step = native_layers.start(batch, pool) if native_layers else LayerByLayer(self.decoder, batch, pool)
-        ends = sorted({*(tap + 1 for tap in taps), num_layers})
-        for begin, end in itertools.pairwise((0, *ends)):
-            delta = step.run(begin, end, hidden, delta)
-            if end - 1 in taps:
-                tapped[end - 1] = hidden + delta
+        delta, tapped = LayerByLayer(self.decoder, batch, pool).run(hidden, taps)
         wanted = batch.logits_index
         delta, hidden = delta[wanted], hidden[wanted]
         normed = native.rms_norm(delta, self.norm, self.decoder.eps, torch.empty_like(hidden), hidden)
-        return self.head(normed), [tapped[tap] for tap in taps]
+        return self.head(normed), tapped
 
 
 def _take_layer(take: Take, index: int, config: Any, quantization: str) -> DecoderLayer:
@@ -149,7 +150,8 @@ def _take_layer(take: Take, index: int, config: Any, quantization: str) -> Decod
         if any(each is not None for each in biases):
             pairs = zip(weights, biases, strict=True)
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
-        return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, quantization)
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return PackedLinear(whole, bias, quantization, gated="mlp.gate_proj" in names)
 
     sliding = config.model_type == "mistral" or _layer_type(config, index) == "sliding_attention"
     qkv, attention_out, gate_up, down = (packed(*row) for row in _LINEARS)

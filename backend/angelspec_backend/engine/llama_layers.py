@@ -1,15 +1,13 @@
-"""The decoder layers of a llama-like model: all in one native call, or kernel by kernel.
+"""The decoder layers of a llama-like model, and how they are computed kernel by kernel.
 
-Both compute the same to the bit.  One call spares a step at one row the milliseconds that Python takes
-between some hundred kernels; it needs linear layers of the native kind.
+``llama_native`` computes the same to the bit in one call, which spares a step the milliseconds that Python
+takes between some hundred kernels, but needs linear layers of the native kind.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from angelspec_backend.engine.attention import attention_args
 from angelspec_backend.engine.batch import PackedBatch
 from angelspec_backend.engine.kv_pool import KVPool
 from angelspec_backend.engine.linear import PackedLinear
-from angelspec_backend.engine.linear_native import BLOCK
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class DecoderLayer:
     key_norm: Tensor | None  # [head_dim]
     attention_out: PackedLinear
     post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear
+    gate_up: PackedLinear  # gated
     down: PackedLinear
     sliding_window: int  # positions a token sees, itself included; 0: all
 
@@ -53,37 +50,30 @@ class Decoder:
     eps: float
 
 
-class Step(Protocol):
-    """One forward pass over a batch."""
-
-    def run(self, begin: int, end: int, hidden: Tensor, delta: Tensor) -> Tensor:
-        """The decoder layers [begin, end).
-
-        hidden, delta: [num_tokens, hidden], both overwritten: the residual stream, and what is still to be
-        added to it.  Returns the new delta, the output of the last MLP.
-        """
-
-
 class LayerByLayer:
-    """A ``Step`` that calls kernel by kernel, for linear layers of any kind."""
+    """The decoder layers of one forward pass, kernel by kernel, for linear layers of any kind."""
 
     def __init__(self, decoder: Decoder, batch: PackedBatch, pool: KVPool) -> None:
         self._decoder, self._pool = decoder, pool
         layer, num_tokens = decoder.layers[0], len(batch.token_ids)
         self._dtype = decoder.cos_sin.dtype
-        self._attended, self._activated = (
-            torch.empty(num_tokens, linear.in_features, dtype=self._dtype)
-            for linear in (layer.attention_out, layer.down)
-        )
-        self._attention, self._rope = _attention_and_rope(decoder, batch, pool)
+        self._attended = torch.empty(num_tokens, layer.attention_out.in_features, dtype=self._dtype)
+        self._attention, self._rope = attention_and_rope(decoder, batch, pool)
         self._attention.out = self._attended.data_ptr()
 
-    def run(self, begin: int, end: int, hidden: Tensor, delta: Tensor) -> Tensor:
-        """See ``Step``."""
-        normed = torch.empty_like(hidden)
-        for index in range(begin, end):
+    def run(self, hidden: Tensor, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """All layers.
+
+        hidden: [num_tokens, hidden] the residual stream, which becomes that in front of the last MLP.
+        Returns the output of that MLP, [num_tokens, hidden], and the outputs of the tapped layers.
+        """
+        normed, delta = torch.empty_like(hidden), torch.zeros_like(hidden)  # delta: still to be added
+        tapped: list[Tensor] = []
+        for index in range(len(self._decoder.layers)):
             delta = self._layer(index, hidden, delta, normed)
-        return delta
+            if index in taps:
+                tapped.append(hidden + delta)
+        return delta, tapped
 
     def _layer(self, index: int, hidden: Tensor, delta: Tensor, normed: Tensor) -> Tensor:
         layer, eps, pool = self._decoder.layers[index], self._decoder.eps, self._pool
@@ -93,102 +83,17 @@ class LayerByLayer:
         rope.qkv = attention.query = qkv.data_ptr()
         rope.key_cache = attention.key_cache = pool.keys[index].data_ptr()
         rope.value_cache = attention.value_cache = pool.values[index].data_ptr()
-        rope.query_norm, rope.key_norm = _address(layer.query_norm), _address(layer.key_norm)
+        rope.query_norm, rope.key_norm = address(layer.query_norm), address(layer.key_norm)
         native.rope_and_cache(rope, self._dtype)
         attention.sliding_window = layer.sliding_window
         native.paged_attention(attention, self._dtype)
 
         delta = layer.attention_out(self._attended)
         native.rms_norm(delta, layer.post_norm, eps, normed, hidden)
-        return layer.down(native.silu_and_mul(layer.gate_up(normed), self._activated))
+        return layer.down(layer.gate_up(normed))
 
 
-class NativeLayers:
-    """Starts steps that are one native call, over weights for which ``native_layers`` allows it."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self.seconds: Tensor | None = None  # [2] fp64, when set: time in linear layers and attention is added
-        self._bound: tuple[KVPool, ctypes.Array[native.LayerArgs]] | None = None
-
-    def start(self, batch: PackedBatch, pool: KVPool) -> Step:
-        """Begin a forward pass."""
-        if self._bound is None or self._bound[0] is not pool:
-            layers = [_layer_args(layer, index, pool) for index, layer in enumerate(self.decoder.layers)]
-            self._bound = pool, (native.LayerArgs * len(layers))(*layers)
-        return _NativeStep(self.decoder, batch, pool, self._bound[1], self.seconds)
-
-
-class _NativeStep:
-    """A ``Step`` in one call, with the memory it needs."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        batch: PackedBatch,
-        pool: KVPool,
-        layers: ctypes.Array[native.LayerArgs],
-        seconds: Tensor | None,
-    ) -> None:
-        layer, num_tokens = decoder.layers[0], len(batch.token_ids)
-        sizes = {
-            "qkv": layer.qkv.out_features,
-            "gate_up": layer.gate_up.out_features,
-            "normed": layer.qkv.in_features,
-            "attended": layer.attention_out.in_features,
-            "activated": layer.down.in_features,
-        }
-        rows = -(-num_tokens // BLOCK) * BLOCK  # inputs of linear layers are kept in blocks of rows
-        self._memory = [torch.empty(rows, size, dtype=torch.bfloat16) for size in sizes.values()]
-        attention, rope = _attention_and_rope(decoder, batch, pool)
-        self._layers, self._batch, self._seconds = (
-            layers,
-            batch,
-            seconds,
-        )  # kept, since the call points to them
-        self._args = native.LayersArgs(
-            attention=attention,
-            rope=rope,
-            seconds=_address(seconds),
-            num_tokens=num_tokens,
-            hidden_size=layer.qkv.in_features,
-            attended_size=layer.attention_out.in_features,
-            inter=layer.down.in_features,
-            num_threads=torch.get_num_threads(),
-            eps=decoder.eps,
-            **{name: memory.data_ptr() for name, memory in zip(sizes, self._memory, strict=True)},
-        )
-
-    def run(self, begin: int, end: int, hidden: Tensor, delta: Tensor) -> Tensor:
-        """See ``Step``."""
-        args = self._args
-        args.layers = ctypes.addressof(self._layers) + begin * ctypes.sizeof(native.LayerArgs)
-        args.num_layers = end - begin
-        args.hidden, args.delta = hidden.data_ptr(), delta.data_ptr()
-        native.layers(args)
-        return delta
-
-
-def native_layers(decoder: Decoder) -> NativeLayers | None:
-    """The decoder in one call, or None if a linear layer is not native."""
-    linears = [linear for layer in decoder.layers for linear in layer.linears()]
-    is_native = all(linear.native_args is not None for linear in linears)
-    return NativeLayers(decoder) if is_native and decoder.cos_sin.dtype == torch.bfloat16 else None
-
-
-def _layer_args(layer: DecoderLayer, index: int, pool: KVPool) -> native.LayerArgs:
-    names = ("qkv", "attention_out", "gate_up", "down")
-    norms = ("input_norm", "post_norm", "query_norm", "key_norm")
-    return native.LayerArgs(
-        **{name: linear.native_args for name, linear in zip(names, layer.linears(), strict=True)},
-        **{name: _address(getattr(layer, name)) for name in norms},
-        key_cache=pool.keys[index].data_ptr(),
-        value_cache=pool.values[index].data_ptr(),
-        sliding_window=layer.sliding_window,
-    )
-
-
-def _attention_and_rope(
+def attention_and_rope(
     decoder: Decoder, batch: PackedBatch, pool: KVPool
 ) -> tuple[native.AttentionArgs, native.RopeArgs]:
     """The arguments that all layers share."""
@@ -213,5 +118,6 @@ def _attention_and_rope(
     return attention, rope
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Of its first element."""
     return None if tensor is None else tensor.data_ptr()

@@ -91,13 +91,13 @@ void angelspec_sample(const SampleArgs* args, int dtype) {
     for (long r = 0; r < a.rows; r++) sample_one(r);
 }
 
-// The decoder layers of a llama-like model with bf16 weights.
-void angelspec_layers(const LayersArgs* args) {
+// A forward pass of a llama-like model with bf16 weights.
+void angelspec_forward(const ForwardArgs* args) {
 #if defined(ANGELSPEC_LINEAR)
 #if defined(__AMX_BF16__)
-    if (amx_allowed()) return run_layers<AmxTile>(*args);
+    if (amx_allowed()) return forward<AmxTile>(*args);
 #endif
-    run_layers<FmaTile<bf16>>(*args);
+    forward<FmaTile<bf16>>(*args);
 #endif
 }
 

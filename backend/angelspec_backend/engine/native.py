@@ -20,8 +20,8 @@ from torch import Tensor
 
 from angelspec_backend.engine.native_args import (
     AttentionArgs,
+    ForwardArgs,
     LayerArgs,
-    LayersArgs,
     LinearArgs,
     Op,
     RopeArgs,
@@ -29,7 +29,7 @@ from angelspec_backend.engine.native_args import (
 )
 from angelspec_backend.engine.native_build import NativeBuildError, build
 
-__all__ = ["AttentionArgs", "LayerArgs", "LayersArgs", "LinearArgs", "RopeArgs", "SampleArgs"]
+__all__ = ["AttentionArgs", "ForwardArgs", "LayerArgs", "LinearArgs", "RopeArgs", "SampleArgs"]
 
 _log = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ def argmax(logits: Tensor, probability: Tensor | None = None) -> Tensor:
     return out
 
 
-def layers(args: LayersArgs) -> None:
-    """See ``llama_layers.NativeLayers``, which fills in the arguments."""
-    _library().angelspec_layers(args)
+def forward(args: ForwardArgs) -> None:
+    """See ``llama_native.NativeForward``, which fills in the arguments."""
+    _library().angelspec_forward(args)
 
 
 def run(ops: ctypes.Array[Op], begin: int, end: int) -> None:
@@ -177,7 +177,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "silu_and_mul": [_pointer, _pointer, _long, _long, _int, _int],
         "run": [_pointer, _long, _int],
         "sample": [ctypes.POINTER(SampleArgs), _int],
-        "layers": [ctypes.POINTER(LayersArgs)],
+        "forward": [ctypes.POINTER(ForwardArgs)],
         "linear": [ctypes.POINTER(LinearArgs)],
     }
     for name, argtypes in signatures.items():

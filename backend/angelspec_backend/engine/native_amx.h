@@ -39,7 +39,7 @@ struct AmxTile {
     static constexpr int STRIPE = TILE_ROWS;
 
     alignas(64) uint32_t keys[MAX_DIM / 2 * TILE];    // [pair of dimensions][position]
-    alignas(64) uint32_t values[TILE / 2 * MAX_DIM];  // [pair of positions][width]
+    alignas(64) uint32_t values[TILE / 2 * MAX_DIM];  // [pair of positions, 16 apart][width]
     alignas(64) bf16 query[MAX_QUERIES * MAX_DIM];    // [count][steps of 32 dimensions]
     alignas(64) float scores[2][STRIPE * TILE];
     alignas(64) bf16 weights[2][STRIPE * TILE];  // upper bits, and what is left
@@ -70,12 +70,12 @@ struct AmxTile {
             }
         }
         memset(keys + key_dim / 2 * TILE, 0, (steps(key_dim) * 32 - key_dim) / 2 * TILE * sizeof(uint32_t));
-        for (int j = 0; j < (count + 31) / 32 * 32; j += 2) {  // positions behind the last weigh nothing, but must be finite
-            const bf16* even = j < count ? value[j] : nullptr;
+        auto at = [&](int j) { return j < count ? value[j] : nullptr; };  // those behind the last weigh nothing
+        for (int i = 0; i < (count + 31) / 32 * 16; i++) {
+            const int j = i / 16 * 32 + i % 16;
             ahead.ask(4);
-            const bf16* odd = j + 1 < count ? value[j + 1] : nullptr;
             for (int d = 0; d < width; d += LANES)
-                _mm512_store_si512(values + j / 2 * width + d, pairs(even, odd, d, value_dim));
+                _mm512_store_si512(values + i * width + d, pairs(at(j), at(j + 16), d, value_dim));
         }
     }
 
@@ -98,20 +98,27 @@ struct AmxTile {
     void finish(Stripe<STRIPE>& stripe, int place, int count, int, int width, float scale, float softcap,
                 const State& state) {
         const int groups = (count + LANES - 1) / LANES, i = stripe.first;
-        if (!stripe.whole)
-            for (int q = stripe.count; q % 4; q++) stripe.visible[q] = {0, 0};
         alignas(64) float decay[STRIPE];
-        for (int q = 0; q < STRIPE; q++) decay[q] = 1;
-        for (int q = 0; q < stripe.count; q += 4)
-            softmax_tile<4>(scores[place] + q * TILE, stripe.whole ? nullptr : stripe.visible + q, groups, scale, softcap,
-                            state.best + i + q, state.total + (i + q) * LANES, decay + q,
-                            [&](int r, int g, f32v a, f32v b) { split((q + r) * TILE + g * LANES, a, b); });
-        if (_mm512_cmpneq_ps_mask(_mm512_load_ps(decay), _mm512_set1_ps(1)))
-            for (int q = 0; q < stripe.count; q++) {
-                float* acc = state.acc + (i + q) * width;
-                for (int d = 0; d < width; d += LANES) store(acc + d, load(acc + d) * splat(decay[q]));
-            }
+        stripe.count > 8   ? weigh<16>(stripe, scores[place], groups, scale, softcap, state, decay)
+        : stripe.count > 4 ? weigh<8>(stripe, scores[place], groups, scale, softcap, state, decay)
+                           : weigh<4>(stripe, scores[place], groups, scale, softcap, state, decay);
+        for (int q = 0; q < stripe.count; q++) {
+            float* acc = state.acc + (i + q) * width;
+            if (decay[q] == 1) continue;
+            for (int d = 0; d < width; d += LANES) store(acc + d, load(acc + d) * splat(decay[q]));
+        }
         add_values(state.acc + i * width, (count + 31) / 32, width);
+    }
+
+    // The weights of a stripe's first N queries.  Those behind its last are computed and mean nothing.
+    template <int N>
+    void weigh(Stripe<STRIPE>& stripe, float* scores, int groups, float scale, float softcap, const State& state,
+               float* decay) {
+        for (int q = stripe.count; q < N && !stripe.whole; q++) stripe.visible[q] = {0, 0};
+        const int i = stripe.first;
+        softmax_tile<N>(scores, stripe.whole ? nullptr : stripe.visible, groups, scale, softcap, state.best + i,
+                        state.total + i * LANES, decay,
+                        [&](int q, int g, f32v a, f32v b) { split(q * TILE + g * LANES, a, b); });
     }
 
     // scores[q][j] = query[q] . key[j]
@@ -138,13 +145,13 @@ struct AmxTile {
         asm volatile("" ::: "memory");
     }
 
-    // Two groups of weights as bf16: their upper bits, and what is left.
+    // Two groups of weights as bf16, those of a and b in turns: their upper bits, and what is left.
     void split(int at, f32v a, f32v b) {
         const __m512i upper = _mm512_set1_epi32(0xffff0000);
-        __m512 high_a = (__m512)_mm512_and_si512((__m512i)a, upper), high_b = (__m512)_mm512_and_si512((__m512i)b, upper);
-        __m512 low_a = _mm512_sub_ps((__m512)a, high_a), low_b = _mm512_sub_ps((__m512)b, high_b);
-        _mm512_store_si512(weights[0] + at, (__m512i)_mm512_cvtne2ps_pbh(high_b, high_a));
-        _mm512_store_si512(weights[1] + at, (__m512i)_mm512_cvtne2ps_pbh(low_b, low_a));
+        auto rest = [&](f32v x) { return (__m512i)_mm512_sub_ps((__m512)x, (__m512)_mm512_and_si512((__m512i)x, upper)); };
+        auto pairs = [](__m512i x, __m512i y) { return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y); };
+        _mm512_store_si512(weights[0] + at, pairs((__m512i)a, (__m512i)b));
+        _mm512_store_si512(weights[1] + at, pairs(rest(a), rest(b)));
     }
 
     // acc[q] += sum over j of weights[q][j] * values[j]; steps of 32 positions

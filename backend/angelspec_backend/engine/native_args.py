@@ -43,7 +43,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],
         *[(name, _long) for name in ("rows", "in_features", "out_features")],
-        *[(name, _int) for name in ("weight_bits", "kernel", "num_threads")],
+        *[(name, _int) for name in ("gated", "weight_bits", "kernel", "num_threads")],
     )
 
 
@@ -69,16 +69,19 @@ class LayerArgs(ctypes.Structure):
     )
 
 
-class LayersArgs(ctypes.Structure):
-    """Mirrors LayersArgs in native_layers.h."""
+class ForwardArgs(ctypes.Structure):
+    """Mirrors ForwardArgs in native_layers.h."""
 
     _fields_ = (
         ("layers", _pointer),
+        ("head", LinearArgs),
         ("attention", AttentionArgs),
         ("rope", RopeArgs),
-        *[(name, _pointer) for name in ("hidden", "delta", "qkv", "gate_up", "normed")],
+        *[(name, _pointer) for name in ("token_ids", "embedding", "final_norm", "logits_index", "logits")],
+        *[(name, _pointer) for name in ("taps", "tapped", "hidden", "delta", "qkv", "normed")],
         *[(name, _pointer) for name in ("attended", "activated", "seconds")],
-        *[(name, _long) for name in ("num_layers", "num_tokens", "hidden_size", "attended_size", "inter")],
+        *[(name, _long) for name in ("num_layers", "num_tokens", "num_logits", "num_taps")],
+        *[(name, _long) for name in ("hidden_size", "attended_size", "inter")],
         ("num_threads", _int),
         ("eps", _float),
     )
@@ -103,10 +106,6 @@ class MixArgs(ctypes.Structure):
         *[(name, _pointer) for name in ("x", "weight", "out")],
         *[(name, _long) for name in ("count", "n")],
     )
-
-
-class SiluArgs(ctypes.Structure):
-    _fields_ = (("gate_up", _pointer), ("out", _pointer), ("inter", _long))
 
 
 class ArgmaxArgs(ctypes.Structure):

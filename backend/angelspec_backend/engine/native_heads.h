@@ -82,7 +82,7 @@ struct HeadFinder {
         if (!(class_of ? find_maxima(class_of) : find_maxima())) return false;
         f32v tops = splat(-INFINITE);
         for (size_t i = 0; i < coarse.size(); i += LANES) tops = max(tops, load(&coarse[i]));
-        max_lanes<1>(&tops, &largest);
+        largest = max_lanes<1>(&tops)[0];
         bound = LOWEST_FINITE;
         if (coarse_classes >= HEAD_SIZE)
             bound = std::max(kth_largest(coarse.data(), coarse.size(), HEAD_SIZE, largest), bound);

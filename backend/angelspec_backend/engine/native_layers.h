@@ -1,4 +1,5 @@
-// The decoder layers of a llama-like model by one team of threads, without a return to Python between kernels.
+// A forward pass of a llama-like model by one team of threads, without a return to Python between kernels: between two
+// passes over the weights nothing of Python is left in the caches.
 //
 // The kernels are those that are also called one by one, so the bits are the same.
 #pragma once
@@ -20,15 +21,23 @@ struct LayerArgs {  // mirrored by native_args.LayerArgs
     int64_t sliding_window;
 };
 
-struct LayersArgs {  // mirrored by native_args.LayersArgs
+struct ForwardArgs {  // mirrored by native_args.ForwardArgs
     const LayerArgs* layers;
+    LinearArgs head;          // all but x, out and rows
     AttentionArgs attention;  // all but query, out, the caches and sliding_window
     RopeArgs rope;            // all but qkv, the caches and norms
-    bf16 *hidden, *delta;     // [num_tokens, hidden_size] the residual stream, and what is still to be added to it
-    bf16 *qkv, *gate_up;  // scratch: [num_tokens, query, key and value heads], [num_tokens, 2 * inter]
-    bf16 *normed, *attended, *activated;  // scratch, the inputs of linear layers in the order of tiles
-    double* seconds;                      // [2] in linear layers and attention, added up; or null
-    int64_t num_layers, num_tokens, hidden_size, attended_size, inter;
+    const int64_t* token_ids;     // [num_tokens]
+    const bf16* embedding;        // [vocab_size, hidden_size]
+    const bf16* final_norm;       // [hidden_size]
+    const int64_t* logits_index;  // [num_logits] the tokens whose logits are wanted
+    bf16* logits;                 // [num_logits, vocab_size]
+    const int64_t* taps;          // [num_taps] ascending, layers whose outputs are wanted
+    bf16* tapped;                 // [num_taps, num_tokens, hidden_size]
+    // Scratch, in whole blocks of rows: the residual stream and what is still to be added to it, [num_tokens, hidden_size];
+    // queries, keys and values; the inputs of linear layers in the order of tiles.
+    bf16 *hidden, *delta, *qkv, *normed, *attended, *activated;
+    double* seconds;  // [2] in linear layers and attention, added up; or null
+    int64_t num_layers, num_tokens, num_logits, num_taps, hidden_size, attended_size, inter;
     int32_t num_threads;
     float eps;
 };
@@ -56,14 +65,15 @@ struct Clock {
 };
 
 template <class Tile>
-struct LayersInTeam {
+struct ForwardInTeam {
     using Op = Attention<bf16, Tile>;
 
-    const LayersArgs& args;
+    const ForwardArgs& args;
     Clock clock;
     const Rows<bf16> normed = Rows<bf16>::tiled(args.normed, args.hidden_size);
     const Rows<bf16> attended = Rows<bf16>::tiled(args.attended, args.attended_size);
     const Rows<bf16> activated = Rows<bf16>::tiled(args.activated, args.inter);
+    const Rows<bf16> delta = Rows<bf16>::row_major(args.delta, args.hidden_size);
 
     // Whether a thread keeps to its rows between two attentions, instead of sharing the outputs of every product: its
     // rows stay in its cache and it waits for nobody, but every thread reads all weights.
@@ -85,10 +95,41 @@ struct LayersInTeam {
         });
     }
 
-    void product(LinearArgs linear, const Inputs& x, bf16* out, const Rows<bf16>* activated = nullptr) {
-        linear.out = out, linear.rows = args.num_tokens;
+    void embed() const {
+        const long n = args.hidden_size;
+        each_token([&](long r) {
+            memcpy(args.hidden + r * n, args.embedding + args.token_ids[r] * n, n * sizeof(bf16));
+            memset(args.delta + r * n, 0, n * sizeof(bf16));
+        });
+    }
+
+    // The output of a layer: the residual stream, with what is still to be added.
+    void tap(bf16* out) const {
+        const long n = args.hidden_size;
+        each_token([&](long r) {
+            const bf16 *x = args.hidden + r * n, *y = args.delta + r * n;
+            for (long i = 0; i < n; i += LANES) store(out + r * n + i, load(x + i, n - i) + load(y + i, n - i), n - i);
+        });
+    }
+
+    void logits() {
+        const long n = args.hidden_size;
+#pragma omp barrier
+        in_team(args.num_logits, [&](long i) {
+            const long r = args.logits_index[i];
+            rms_norm_row(args.delta + r * n, args.hidden + r * n, args.final_norm, normed.at(i, 0), n, args.eps, normed.step);
+        });
+        LinearArgs head = args.head;
+        head.rows = args.num_logits;
         clock.lap(-1);
-        own_rows ? linear_of_own_rows(linear, x, activated) : linear_in_team(linear, x, activated);
+        linear_in_team(head, normed, Rows<bf16>::row_major(args.logits, head.out_features));
+        clock.lap(0);
+    }
+
+    void product(LinearArgs linear, const Inputs& x, const Rows<bf16>& out) {
+        linear.rows = args.num_tokens;
+        clock.lap(-1);
+        own_rows ? linear_of_own_rows(linear, x, out) : linear_in_team(linear, x, out);
         clock.lap(0);
     }
 
@@ -107,24 +148,17 @@ struct LayersInTeam {
 
     void run(const LayerArgs& layer, const AttentionArgs& arguments, const AttentionPlan& plan) {
         norm(layer.input_norm);
-        product(layer.qkv, normed, args.qkv);
+        product(layer.qkv, normed, Rows<bf16>::row_major(args.qkv, layer.qkv.out_features));
         attention(layer, arguments, plan);
-        product(layer.attention_out, attended, args.delta);
+        product(layer.attention_out, attended, delta);
         norm(layer.post_norm);
-        if (args.num_tokens > ROWS) {
-            product(layer.gate_up, normed, nullptr, &activated);
-        } else {  // few rows: what counts is that the weights are read in order
-            product(layer.gate_up, normed, args.gate_up);
-            in_team(args.num_tokens * parts(args.inter),
-                    [&](long i) { silu_and_mul(args.gate_up, activated, args.inter, i); });
-        }
-        product(layer.down, activated, args.delta);
+        product(layer.gate_up, normed, activated);
+        product(layer.down, activated, delta);
     }
 };
 
-// hidden becomes hidden + delta + the attention of every layer and the MLP of all but the last, whose is in delta.
 template <class Tile>
-static void run_layers(const LayersArgs& args) {
+static void forward(const ForwardArgs& args) {
     auto arguments = [&](const LayerArgs& layer) {
         AttentionArgs a = args.attention;
         a.query = args.qkv, a.out = args.attended, a.sliding_window = layer.sliding_window;
@@ -141,11 +175,14 @@ static void run_layers(const LayersArgs& args) {
     }
 #pragma omp parallel num_threads(args.num_threads)
     {
-        LayersInTeam<Tile> team{args, {omp_get_thread_num() ? nullptr : args.seconds}};
-        for (long i = 0; i < args.num_layers; i++) {
+        ForwardInTeam<Tile> team{args, {omp_get_thread_num() ? nullptr : args.seconds}};
+        team.embed();
+        for (long i = 0, tap = 0; i < args.num_layers; i++) {
             const LayerArgs& layer = args.layers[i];
             team.run(layer, arguments(layer), plans.at(layer.sliding_window));
+            if (tap < args.num_taps && args.taps[tap] == i) team.tap(args.tapped + tap++ * args.num_tokens * args.hidden_size);
         }
+        if (args.num_logits) team.logits();
     }
 }
 #endif

@@ -15,10 +15,11 @@ enum LinearKernel { LINEAR_NONE, LINEAR_AVX512, LINEAR_AMX };  // mirrored by na
 struct LinearArgs {       // mirrored by native_args.LinearArgs
     const bf16* x;        // [rows, in_features], dense
     const void* weight;   // [blocks][steps][PANEL], bf16 or bytes as linear_native packs them
-    const float* scale;   // [out_features], one per output, or null
-    const bf16* bias;     // [out_features] or null
+    const float* scale;   // [blocks][OUTPUTS], one per output, or null
+    const bf16* bias;     // [blocks][OUTPUTS] or null
     bf16* out;            // [rows, out_features]
     int64_t rows, in_features, out_features;  // in_features: a multiple of STEP
+    int32_t gated;        // not 0: a block is 16 gates and their 16 factors, of which silu(gate) * factor is put out
     int32_t weight_bits, kernel, num_threads;  // weight_bits: 8 or 16
 };
 
@@ -49,12 +50,12 @@ struct Bf16Bytes {
 };
 constexpr Bf16Bytes BF16_BYTES;
 
-// One step of a tile: [PANEL / 2] bytes -> bf16 [16 pairs of inputs][16 outputs][2]
-static inline void widen_tile(const uint8_t* from, bf16* to) {
+// One step: [PANEL] bytes -> bf16 [2 tiles][16 pairs of inputs][16 outputs][2]
+static inline void widen(const uint8_t* from, bf16* to) {
     const __m512i low0 = _mm512_load_si512(BF16_BYTES.low), low1 = _mm512_load_si512(BF16_BYTES.low + 64);
     const __m512i high0 = _mm512_load_si512(BF16_BYTES.high), high1 = _mm512_load_si512(BF16_BYTES.high + 64);
     const __m512i sign = _mm512_set1_epi8(-128);
-    for (int i = 0; i < PANEL / 2; i += 64) {
+    for (int i = 0; i < PANEL; i += 64) {
         __m512i code = _mm512_loadu_si512(from + i);
         _mm_prefetch((const char*)from + i + 2048, _MM_HINT_T0);
         __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
@@ -65,39 +66,34 @@ static inline void widen_tile(const uint8_t* from, bf16* to) {
     }
 }
 
-// What becomes of the sums of a block of outputs: scaled, with the bias, rounded, stored; or for a gate and its `up`,
-// 16 outputs of each, the activation of an MLP.
+// What becomes of the sums of a block of outputs: scaled, with the bias, rounded, stored; those of a gated layer activated.
 struct Output {
-    const LinearArgs& args;
-    long first, second;  // outputs of the two tiles
-    const Rows<bf16>* activated;  // of the next layer: silu(gate) * up is stored there; or null
+    bool scaled, gated;
     __m512 scale[2], bias[2];
     uint32_t here;  // which of the 32 are outputs
 
-    Output(const LinearArgs& a, long first, long second, const Rows<bf16>* activated)
-        : args(a), first(first), second(second), activated(activated) {
-        const long n = activated ? OUTPUTS : a.out_features - first;  // OUTPUTS or more, or what is left
+    Output(const LinearArgs& a, long block) : scaled(a.scale || a.bias), gated(a.gated) {
+        const long each = gated ? OUTPUTS / 2 : OUTPUTS, n = a.out_features - block * each;
         here = n >= OUTPUTS ? ~0u : (1u << n) - 1;
-        const __mmask16 masks[2] = {(__mmask16)here, (__mmask16)(here >> 16)};
         for (int half = 0; half < 2; half++) {
-            const long at = half ? second : first;
-            scale[half] = a.scale ? _mm512_maskz_loadu_ps(masks[half], a.scale + at) : _mm512_set1_ps(1);
-            bias[half] = _mm512_setzero_ps();
-            if (!a.bias) continue;
-            __m256i narrow = _mm256_maskz_loadu_epi16(masks[half], a.bias + at);
-            bias[half] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
+            const long at = block * OUTPUTS + half * 16;
+            scale[half] = a.scale ? _mm512_loadu_ps(a.scale + at) : _mm512_set1_ps(1);
+            bias[half] = a.bias ? (__m512)load(a.bias + at) : _mm512_setzero_ps();
         }
     }
 
-    void put(long row, const float* sums) const {
-        __m512 low = _mm512_fmadd_ps(_mm512_load_ps(sums), scale[0], bias[0]);
-        __m512 high = _mm512_fmadd_ps(_mm512_load_ps(sums + 16), scale[1], bias[1]);
-        if (activated) {
-            f32v gate = round_to<bf16>((f32v)low), up = round_to<bf16>((f32v)high);
-            store(activated->at(row, first), silu_and_mul<bf16>(gate, up));
-        } else {
-            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-            _mm512_mask_storeu_epi16(args.out + row * args.out_features + first, here, both);
+    // sums: [count][OUTPUTS]; to: the first row's, the next are `stride` apart.
+    template <bool GATED>
+    void put(const float* sums, bf16* to, long stride, long count) const {
+        for (; count > 0; count--, sums += OUTPUTS, to += stride) {
+            __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
+            if (scaled) low = _mm512_fmadd_ps(low, scale[0], bias[0]), high = _mm512_fmadd_ps(high, scale[1], bias[1]);
+            if (GATED) {
+                f32v gate = round_to<bf16>((f32v)low), factor = round_to<bf16>((f32v)high);
+                _mm256_mask_storeu_epi16(to, here, (__m256i)narrow(silu_and_mul<bf16>(gate, factor)));
+            } else {
+                _mm512_mask_storeu_epi16(to, here, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            }
         }
     }
 };
@@ -105,35 +101,55 @@ struct Output {
 // The sums of a block of rows with a block of outputs, on their way to the output.
 struct BlockSums {
     alignas(64) float sums[ROWS * OUTPUTS];
-    long row = 0, count = 0, done = 0;  // rows stored
+    bf16* to = nullptr;
+    long stride = 0, count = 0, done = 0;  // rows stored
 
     // Store the next `some` rows.
     void finish(const Output& output, long some) {
-        const long end = done + some < count ? done + some : count;
-        for (; done < end; done++) output.put(row + done, sums + done * OUTPUTS);
+        if (some > count - done) some = count - done;
+        if (some <= 0) return;
+        const float* from = sums + done * OUTPUTS;
+        output.gated ? output.put<true>(from, to, stride, some) : output.put<false>(from, to, stride, some);
+        to += some * stride, done += some;
     }
 };
 
-// The weights of a block of outputs are read step by step, a tile [PANEL / 2] for each half of it.  `ready(k, end)` is
-// called before step k is first used, of the steps until `end`.
+// The weights of a block of outputs are read step by step, two tiles [PANEL / 2].  `ready(k, end)` is called before step k
+// is first used, of the steps until `end`.
 struct WideWeights {  // bf16: from where they are; the memory is asked early
-    const bf16* from[2];  // step 0 of each tile; steps are PANEL apart
-    const bf16* tile(long k, int half) const { return from[half] + k * PANEL; }
+    const bf16* from;
+    const bf16* step(long k) const { return from + k * PANEL; }
     void ready(long k, long) {
-        for (int half = 0; half < 2; half++)
-            for (long i = 0; i < PANEL / 2; i += 32) _mm_prefetch((const char*)(tile(k + 3, half) + i), _MM_HINT_T0);
+        for (long i = 0; i < PANEL; i += 32) _mm_prefetch((const char*)(step(k + 3) + i), _MM_HINT_T0);
     }
 };
 
-struct NarrowWeights {  // 8 bits: widened into a panel whose steps repeat after `ring`
-    const uint8_t* from[2];
+struct NarrowWeights {  // 8 bits: widened into a panel whose steps repeat after `ring`, a power of two
+    const uint8_t* from;
     bf16* panel;
     long ring;
-    const bf16* tile(long k, int half) const { return panel + k % ring * PANEL + half * (PANEL / 2); }
+    const bf16* step(long k) const { return panel + (k & (ring - 1)) * PANEL; }
     void ready(long k, long end) {
         if (k >= end) return;
-        for (int half = 0; half < 2; half++)
-            widen_tile(from[half] + k * PANEL, panel + k % ring * PANEL + half * (PANEL / 2));
+        widen(from + k * PANEL, panel + (k & (ring - 1)) * PANEL);
+        asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
+    }
+};
+
+// The weights of the next block of outputs, asked for while the later rows pass by those of this one, so that memory is
+// read all the time.
+struct NextWeights {
+    const char *at, *end;
+    long lines;  // of 64 bytes, per step
+
+    // Behind those at `weight`; passes: of blocks of rows, each of so many steps.
+    NextWeights(const void* weight, long bytes, long steps, long passes) {
+        at = (const char*)weight + bytes, end = passes > 1 ? at + bytes : at;
+        lines = passes > 1 ? (bytes / 64 / steps + passes - 2) / (passes - 1) : 0;
+    }
+
+    void ask() {
+        for (long i = 0; i < lines && at < end; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 
@@ -142,6 +158,7 @@ template <class Weights>
 struct LinearBlock {
     const Inputs& inputs;
     Weights& weights;
+    NextWeights& next;
     const Output& output;
     long begin, end;
 
@@ -151,7 +168,7 @@ struct LinearBlock {
         if (fresh) weights.ready(begin, end);
         for (long k = begin; k < end; k++) {
             if (fresh) weights.ready(k + 1, end);
-            const bf16 *first = weights.tile(k, 0), *second = weights.tile(k, 1);
+            const bf16 *first = weights.step(k), *second = first + PANEL / 2;
             for (int pair = 0; pair < STEP / 2; pair++) {
                 __m512bh a = (__m512bh)_mm512_load_si512(first + pair * 32);
                 __m512bh b = (__m512bh)_mm512_load_si512(second + pair * 32);
@@ -181,7 +198,9 @@ struct LinearBlock {
     // Rows pass by and are read with the hint that they do, so that they do not push the weights out of L1.
     template <bool SECOND>  // whether there are rows for a second tile
     void tiles(const bf16* x, bool fresh, float* sums, BlockSums& earlier) const {
-        const long stride = inputs.row * sizeof(bf16), some = (ROWS + end - begin - 1) / (end - begin);
+        const long stride = inputs.row * sizeof(bf16), step = inputs.step, second = TILE_ROWS * inputs.row;
+        const long some = (ROWS + end - begin - 1) / (end - begin);
+        asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
         if (begin == 0) {
             _tile_zero(0);
             _tile_zero(1);
@@ -190,7 +209,6 @@ struct LinearBlock {
                 _tile_zero(3);
             }
         } else {
-            asm volatile("" ::: "memory");
             _tile_loadd(0, sums, OUTPUTS * 4);
             _tile_loadd(1, sums + 16, OUTPUTS * 4);
             if (SECOND) {
@@ -199,18 +217,18 @@ struct LinearBlock {
             }
         }
         if (fresh) weights.ready(begin, end);
-        x += begin * inputs.step;
-        for (long k = begin; k < end; k++, x += inputs.step) {
-            if (fresh) weights.ready(k + 1, end);
+        x += begin * step;
+        for (long k = begin; k < end; k++, x += step) {
+            fresh ? weights.ready(k + 1, end) : next.ask();
             earlier.finish(output, some);  // spread, so that no store has to wait
-            asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
+            const bf16* weight = weights.step(k);
             _tile_stream_loadd(4, x, stride);
-            _tile_loadd(6, weights.tile(k, 0), 64);
-            _tile_loadd(7, weights.tile(k, 1), 64);
+            _tile_loadd(6, weight, 64);
+            _tile_loadd(7, weight + PANEL / 2, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (SECOND) {
-                _tile_stream_loadd(5, x + TILE_ROWS * inputs.row, stride);
+                _tile_stream_loadd(5, x + second, stride);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -251,11 +269,13 @@ struct LinearScratch {
 
 // The rows [first, last) of one block of outputs.
 template <class Weights>
-static void linear_block(const LinearArgs& a, const Inputs& inputs, const LinearCut& cut, long first, long last,
-                         const Output& output, Weights weights, LinearScratch& s) {
+static void linear_block(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>& out, const LinearCut& cut, long first,
+                         long last, long block, Weights weights, LinearScratch& s) {
+    const Output output(a, block);
+    NextWeights next(weights.from, cut.steps * PANEL * sizeof(*weights.from), cut.steps, (last - first + ROWS - 1) / ROWS);
     for (long begin = 0; begin < cut.steps; begin += cut.chunk) {
         const long end = begin + cut.chunk < cut.steps ? begin + cut.chunk : cut.steps;
-        LinearBlock<Weights> op{inputs, weights, output, begin, end};
+        LinearBlock<Weights> op{inputs, weights, next, output, begin, end};
         const long buffers = cut.chunk < cut.steps ? MOST_ROWS / ROWS : 2;
         for (long row = first, i = 0; row < last; row += ROWS, i = (i + 1) % buffers) {
             const long count = last - row < ROWS ? last - row : ROWS;
@@ -276,37 +296,38 @@ static void linear_block(const LinearArgs& a, const Inputs& inputs, const Linear
             if (a.kernel == LINEAR_AVX512) op.dots(x, count, row == first, now.sums);
             if (end < cut.steps) continue;
             earlier.finish(output, ROWS);
-            now.row = row, now.count = count, now.done = 0;
+            now.to = out.at(row, block * (a.gated ? OUTPUTS / 2 : OUTPUTS));
+            now.stride = out.row, now.count = count, now.done = 0;
         }
     }
     for (BlockSums& sums : s.sums) sums.finish(output, ROWS);
 }
 
-// Some rows and blocks of outputs, by one thread.  activated: see Output.
-static void linear_share(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>* activated, const Share& rows,
+static long blocks_of(const LinearArgs& a) {
+    const long each = a.gated ? OUTPUTS / 2 : OUTPUTS;
+    return (a.out_features + each - 1) / each;
+}
+
+// Some rows and blocks of outputs, by one thread.
+static void linear_share(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>& out, const Share& rows,
                          const Share& blocks) {
     const LinearCut cut(a, rows.end - rows.begin);
     // When no later rows read the widened weights again, few of them are kept.
     const bool once = a.kernel == LINEAR_AMX ? a.rows <= ROWS : a.rows <= 8 && (a.rows & (a.rows - 1)) == 0;
     LinearScratch s;
     alignas(64) bf16 small[RING * PANEL];
-    s.panel = small, s.ring = once && cut.chunk > RING ? RING : cut.chunk;
+    s.panel = small, s.ring = RING;
+    while (!once && s.ring < cut.chunk) s.ring *= 2;
     if (a.weight_bits == 8 && s.ring > RING) s.panel = (bf16*)aligned_alloc(64, s.ring * PANEL * sizeof(bf16));
     for (long first = rows.begin; first < rows.end; first += cut.rows) {
         const long last = first + cut.rows < rows.end ? first + cut.rows : rows.end;
         for (long block = blocks.begin; block < blocks.end; block++) {
-            // The second tile is the next one, or that of `up`.
-            const long one = activated ? block : 2 * block, other = activated ? block + a.out_features / 32 : one + 1;
-            const Output output(a, one * 16, other * 16, activated);
-            auto place = [&](long tile) { return (tile / 2 * cut.steps * 2 + tile % 2) * (PANEL / 2); };
-            const long at[2] = {place(one), place(other)};
+            const long at = block * cut.steps * PANEL;
             if (a.weight_bits == 8) {
-                const uint8_t* w = (const uint8_t*)a.weight;
-                NarrowWeights weights{{w + at[0], w + at[1]}, s.panel, s.ring};
-                linear_block(a, inputs, cut, first, last, output, weights, s);
+                NarrowWeights weights{(const uint8_t*)a.weight + at, s.panel, s.ring};
+                linear_block(a, inputs, out, cut, first, last, block, weights, s);
             } else {
-                const bf16* w = (const bf16*)a.weight;
-                linear_block(a, inputs, cut, first, last, output, WideWeights{{w + at[0], w + at[1]}}, s);
+                linear_block(a, inputs, out, cut, first, last, block, WideWeights{(const bf16*)a.weight + at}, s);
             }
         }
     }
@@ -317,16 +338,18 @@ static void linear_share(const LinearArgs& a, const Inputs& inputs, const Rows<b
 }
 
 // What every thread of a team does; all of it is done when they leave.
-static void linear_in_team(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>* activated = nullptr) {
-    linear_share(a, inputs, activated, {0, a.rows}, Share::of((a.out_features + OUTPUTS - 1) / OUTPUTS, 1));
+static void linear_in_team(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>& out) {
+    linear_share(a, inputs, out, {0, a.rows}, Share::of(blocks_of(a), 1));
 #pragma omp barrier
 }
 
-static void linear_in_team(const LinearArgs& a) { linear_in_team(a, Inputs::row_major(a.x, a.in_features)); }
+static void linear_in_team(const LinearArgs& a) {
+    linear_in_team(a, Inputs::row_major(a.x, a.in_features), Rows<bf16>::row_major(a.out, a.out_features));
+}
 
 // The same for the thread's own rows alone; it does not wait for other threads.
-static void linear_of_own_rows(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>* activated) {
-    linear_share(a, inputs, activated, Share::of(a.rows, ROWS), {0, (a.out_features + OUTPUTS - 1) / OUTPUTS});
+static void linear_of_own_rows(const LinearArgs& a, const Inputs& inputs, const Rows<bf16>& out) {
+    linear_share(a, inputs, out, Share::of(a.rows, ROWS), {0, blocks_of(a)});
 }
 
 static void linear(const LinearArgs& a) {

@@ -7,7 +7,7 @@
 #include "native_linear.h"
 #include "native_rows.h"
 
-enum OpKind { OP_ROWS, OP_MIX, OP_LINEAR, OP_ROPE, OP_ATTENTION, OP_SILU, OP_ARGMAX, OP_CUT };  // as program.KINDS
+enum OpKind { OP_ROWS, OP_MIX, OP_LINEAR, OP_ROPE, OP_ATTENTION, OP_ARGMAX, OP_CUT };  // as program.KINDS
 
 struct Op {  // mirrored by native_args.Op
     int64_t kind;
@@ -33,12 +33,6 @@ struct MixArgs {  // mirrored by native_args.MixArgs
     const float* weight;  // [count]
     bf16* out;            // [rows, n]
     int64_t count, n;
-};
-
-struct SiluArgs {  // mirrored by native_args.SiluArgs
-    const bf16* gate_up;  // [rows, 2 * inter]
-    bf16* out;            // [rows, inter]
-    int64_t inter;
 };
 
 struct ArgmaxArgs {  // mirrored by native_args.ArgmaxArgs
@@ -126,11 +120,6 @@ static void run_in_team(const Op& op, const AttentionPlan* plan, int num_threads
             AttentionArgs a = *(const AttentionArgs*)op.args;
             a.num_rows = rows;
             return attend_in_team(Attention<bf16, Tile>(a), *plan, num_threads);
-        }
-        case OP_SILU: {
-            const SiluArgs& a = *(const SiluArgs*)op.args;
-            const Rows<bf16> out = Rows<bf16>::row_major(a.out, a.inter);
-            return in_team(rows * parts(a.inter), [&](long i) { silu_and_mul(a.gate_up, out, a.inter, i); });
         }
         case OP_ARGMAX: {
             const ArgmaxArgs& a = *(const ArgmaxArgs*)op.args;

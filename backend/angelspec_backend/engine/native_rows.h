@@ -139,8 +139,7 @@ static long argmax(const T* x, long n) {
         f32v v = load(x + i);
         tops = v > tops ? v : tops;
     }
-    float top;
-    max_lanes<1>(&tops, &top);
+    float top = max_lanes<1>(&tops)[0];
     for (; i < n; i++) {
         float v = load(x + i, 1)[0];
         top = v > top ? v : top;

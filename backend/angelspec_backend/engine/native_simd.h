@@ -77,23 +77,30 @@ static inline float sum_lanes(f32v v) {
     return x[0];
 }
 
+// Lane q of the result is the maximum over the lanes of v[q], 0 <= q < N; the others mean nothing.
 template <int N>
-static inline void max_lanes(const f32v* v, float* out) {
+static inline f32v max_lanes(const f32v* v) {
 #if defined(__AVX512F__)
-    if (N == 4) {  // one tree for all four: every 128 bits of `all` hold maxima of each
-        __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
-        __m512d ab = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        __m512d cd = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        __m512 all = _mm512_max_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
-        all = _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0x4e));
-        all = _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0xb1));
-        return _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+    if (N % 4 == 0) {
+        __m512 all = _mm512_setzero_ps();
+        for (int q = 0; q < N; q += 4) {  // one tree for four: in the end every 128 bits hold maxima of each
+            __m512 a = (__m512)v[q], b = (__m512)v[q + 1], c = (__m512)v[q + 2], d = (__m512)v[q + 3];
+            __m512d ab = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            __m512d cd = (__m512d)_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            __m512 four = _mm512_max_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+            four = _mm512_max_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
+            four = _mm512_max_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1));
+            all = _mm512_mask_mov_ps(all, 0xf << q, four);
+        }
+        return (f32v)all;
     }
 #endif
+    f32v tops = {};
     for (int q = 0; q < N; q++) {
-        out[q] = v[q][0];
-        for (int i = 1; i < LANES; i++) out[q] = v[q][i] > out[q] ? v[q][i] : out[q];
+        tops[q] = v[q][0];
+        for (int i = 1; i < LANES; i++) tops[q] = v[q][i] > tops[q] ? v[q][i] : tops[q];
     }
+    return tops;
 }
 
 // 2^x within 3 ulp for x <= 127, exactly 1 for 0; 0 for very negative x.
@@ -186,6 +193,13 @@ template <>
 inline f32v round_to<bf16>(f32v v) { return widen(narrow(v)); }
 
 // The same for the first n lanes; the others read as 0 and are not written.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+static inline __mmask16 first_lanes(long n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
+static inline f32v load(const float* p, long n) { return (f32v)_mm512_maskz_loadu_ps(first_lanes(n), p); }
+static inline f32v load(const bf16* p, long n) { return widen((u16v)_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+static inline void store(float* p, f32v v, long n) { _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)v); }
+static inline void store(bf16* p, f32v v, long n) { _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)narrow(v)); }
+#else
 template <class T>
 static inline f32v load(const T* p, long n) {
     if (n >= LANES) return load(p);
@@ -201,6 +215,7 @@ static inline void store(T* p, f32v v, long n) {
     store(part, v);
     memcpy(p, part, n * sizeof(T));
 }
+#endif
 
 // Doubles, where a float's rounding would decide something.
 static inline f64v load(const double* p) {

@@ -135,36 +135,34 @@ static inline void weigh_tile(const float* scores, const Visible* visible, int g
         i32v at = lane_numbers() + g * LANES;
         return (at >= visible[q].low) & (at < visible[q].high);
     };
-    f32v tops[N], sums[N];
+    f32v tops[N];
     for (int q = 0; q < N; q++) tops[q] = splat(LOWEST);
     for (int g = 0; g < groups; g++)
         for (int q = 0; q < N; q++) {
             f32v s = load(scores + q * TILE + g * LANES);
             tops[q] = max(tops[q], WHOLE ? s : where(seen(q, g), s * factor, splat(LOWEST)));
         }
-    if (WHOLE)  // the largest product is that of the largest score
-        for (int q = 0; q < N; q++) tops[q] = max(tops[q] * factor, splat(LOWEST));
-    float highest[N];
-    max_lanes<N>(tops, highest);
-    f32v before = load(best, N), top = max(before, load(highest, N));  // a lane is a query
+    f32v top = max_lanes<N>(tops);  // a lane is a query
+    if (WHOLE) top = max(top * factor, splat(LOWEST));  // the largest product is that of the largest score
+    const f32v before = load(best, N);
+    top = max(before, top);
     store(decay, exp2(before - top), N);
     store(best, top, N);
     for (int q = 0; q < N; q++) {
-        sums[q] = load(total + q * LANES) * splat(decay[q]);
-        tops[q] = splat(best[q]);
-    }
-    auto weigh = [&](int q, int g) {
-        f32v weight = exp2(fma(load(scores + q * TILE + g * LANES), factor, -tops[q]));
-        if (!WHOLE) weight = where(seen(q, g), weight, f32v{});
-        sums[q] = sums[q] + weight;
-        return weight;
-    };
-    for (int g = 0; g < groups; g += 2)
-        for (int q = 0; q < N; q++) {
-            f32v a = weigh(q, g);
-            put(q, g, a, g + 1 < groups ? weigh(q, g + 1) : f32v{});
+        f32v sum = load(total + q * LANES) * splat(decay[q]);
+        const f32v lowered = splat(best[q]);
+        auto weigh = [&](int g) {
+            f32v weight = exp2(fma(load(scores + q * TILE + g * LANES), factor, -lowered));
+            if (!WHOLE) weight = where(seen(q, g), weight, f32v{});
+            sum = sum + weight;
+            return weight;
+        };
+        for (int g = 0; g < groups; g += 2) {
+            f32v a = weigh(g);
+            put(q, g, a, g + 1 < groups ? weigh(g + 1) : f32v{});
         }
-    for (int q = 0; q < N; q++) store(total + q * LANES, sums[q]);
+        store(total + q * LANES, sum);
+    }
 }
 
 // visible: of each query, or null if all see the whole tile.

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from angelspec_backend.engine import native
 from angelspec_backend.engine.linear import PackedLinear
-from angelspec_backend.engine.native_args import ArgmaxArgs, CutArgs, MixArgs, Op, RowsArgs, SiluArgs
+from angelspec_backend.engine.native_args import ArgmaxArgs, CutArgs, MixArgs, Op, RowsArgs
 
-KINDS = ("rows", "mix", "linear", "rope", "attention", "silu", "argmax", "cut")
+KINDS = ("rows", "mix", "linear", "rope", "attention", "argmax", "cut")
 """Kinds of operations in the order of native_program.h."""
 
 
@@ -123,12 +123,6 @@ class Program:
         own.x, own.out = x.data_ptr(), out.data_ptr()
         self._record("linear", rows, own, linear, x, out)
         return out
-
-    def swiglu(self, rows: Rows, gate_up: PackedLinear, down: PackedLinear, x: Tensor) -> Tensor:
-        """An MLP.  x: [room, in_features] -> [room, down.out_features]"""
-        both, out = self.linear(rows, gate_up, x), rows.tensor(down.in_features)
-        self._record("silu", rows, SiluArgs(both.data_ptr(), out.data_ptr(), down.in_features), both, out)
-        return self.linear(rows, down, out)
 
     def rope(self, rows: Rows, args: native.RopeArgs) -> None:
         """See ``native.rope_and_cache``; the caller keeps what the arguments point to."""
