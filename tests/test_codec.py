@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,16 @@ def test_decoding_copies_nothing():
     assert np.shares_memory(decoded.tap_ids, arrays["step"])
 
 
+def test_hidden_states_in_a_tensor_stay_in_it():
+    states = torch.arange(6, dtype=torch.uint8)
+    empty = np.zeros(0, np.int32)
+    step = codec.encode_step(StepInput(np.zeros(1, ROW), empty, empty, empty, hidden_states=states))
+    output = codec.encode_output(StepOutput(empty, empty, empty, empty, states))
+    assert step["feed_hidden_states"] is output["hidden_states"] is states
+    for decoded in (codec.decode_step(step), codec.decode_output(output, 0)):
+        assert decoded.hidden_states.data_ptr() == states.data_ptr()
+
+
 def test_a_step_without_drafts_is_autoregressive():
     drafts = codec.decode_drafts({}, 3)
     assert len(drafts.token_ids) == 0
@@ -83,7 +94,13 @@ def test_torn_steps_are_refused():
 def test_descriptions_survive():
     pool = codec.PoolInfo(num_blocks=64, block_size=16)
     target = codec.TargetInfo(
-        pool, max_context=8192, vocab_size=100, eos_token_ids=(2, 0), num_layers=6, hidden_bytes=64
+        pool,
+        max_context=8192,
+        vocab_size=100,
+        eos_token_ids=(2, 0),
+        num_layers=6,
+        hidden_bytes=64,
+        hidden_states_on="cpu",
     )
     assert codec.decode_target_info(codec.encode_info(target)) == target
     drafter = codec.DrafterModelInfo(
@@ -93,5 +110,6 @@ def test_descriptions_survive():
             DrafterInfo("draft_model", True, True),
             DrafterInfo("dfly", False, True, tap_ids=(1, 3), hidden_bytes=64, lookahead=8),
         ),
+        hidden_states_on="device",
     )
     assert codec.decode_drafter_info(codec.encode_info(drafter)) == drafter

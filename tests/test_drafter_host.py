@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from angelspec_backend.core.loop_config import DrafterInfo, loaded
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
 from angelspec_backend.drafters.base import DrafterHost, MissingDrafter
 from angelspec_backend.drafters.ngram import NgramDrafter
+from angelspec_backend.triton.device_states import IN_TORCH
 
 TAPS = ((), (4,), (0, 2, 7))
 """Tap ids of the three drafters."""
@@ -34,7 +36,7 @@ class EchoDrafter:
         states = split_rows(hidden_states, rows["num_feed"] * self.info.bytes_per_token)
         lens = rows["num_draft_tokens"]
         drafts = [
-            self.number + feed.sum() + table.sum() + state.sum(dtype=int)
+            self.number + feed.sum() + table.sum() + int(state.sum())
             for feed, table, state in zip(feeds, tables, states, strict=True)
         ]
         return DraftOutput.of(np.repeat(np.array(drafts, np.int32), lens), lens.copy())
@@ -72,11 +74,17 @@ any_rows = st.lists(
 )
 
 
+@pytest.mark.parametrize("in_tensors", [False, True])
 @settings(deadline=None)
-@given(any_rows)
-def test_each_row_gets_the_drafts_of_its_own_drafter_in_row_order(rows):
+@given(rows=any_rows)
+def test_each_row_gets_the_drafts_of_its_own_drafter_in_row_order(in_tensors, rows):
     rows = [{"slot": slot, **row} for slot, row in enumerate(rows)]
-    output = DrafterHost([EchoDrafter(number) for number in range(3)], 8).propose(make_step(rows))
+    step, drafters = make_step(rows), [EchoDrafter(number) for number in range(3)]
+    if in_tensors:
+        step = replace(step, hidden_states=torch.from_numpy(step.hidden_states))
+        output = DrafterHost(drafters, 8, IN_TORCH).propose(step)
+    else:
+        output = DrafterHost(drafters, 8).propose(step)
     expected = [
         [row["drafter"] + sum(row["feed"]) + sum(row["blocks"]) + hidden_states(row).sum(dtype=int)]
         * row["num_draft_tokens"]

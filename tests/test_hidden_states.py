@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from angelspec_backend.core.draft_records import Way
 from angelspec_backend.core.hidden_queue import HiddenQueue
 from angelspec_backend.core.loop import Recovered
 from angelspec_backend.core.messages import StepInput
+from angelspec_backend.triton.device_states import IN_TORCH
 from harness import STATES, FailingExecutor, Harness, config, request
 from simulated import HIDDEN_BYTES, reference_text
 
@@ -39,14 +41,15 @@ class Watched(Harness):
 runs = st.lists(st.tuples(st.sampled_from(["append", "drop"]), st.integers(0, 9)))
 
 
-@given(runs)
-def test_the_queue_gives_back_what_it_was_given_in_order(actions):
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+@given(actions=runs)
+def test_the_queue_gives_back_what_it_was_given_in_order(kind, actions):
     queue, expected, count = HiddenQueue(), [], 0
     for action, number in actions:
         if action == "append":
             states = np.arange(count, count + 2 * number, dtype=np.uint8).reshape(number, 2)
             count += 2 * number
-            queue.append(states)
+            queue.append(kind(states))
             expected += states.tolist()
         else:
             number = min(number, len(expected))
@@ -60,6 +63,50 @@ def test_the_queue_gives_back_what_it_was_given_in_order(actions):
         assert len(queue) == len(expected)
     queue.clear()
     assert (len(queue), queue.first(3)) == (0, [])
+
+
+class InTensors(Watched):
+    """The loop gets and gives states in tensors of torch; the simulated models know of arrays alone."""
+
+    def __init__(self, **limits) -> None:
+        super().__init__(state_arrays=IN_TORCH, **limits)
+        self.outputs: list[torch.Tensor] = []
+        step = self.executor.step
+
+        def with_tensors(message: StepInput):
+            assert isinstance(message.hidden_states, torch.Tensor) == (len(message.hidden_states) > 0)
+            output = step(replace(message, hidden_states=np.asarray(message.hidden_states)))
+            self.outputs.append(torch.from_numpy(output.hidden_states))
+            return replace(output, hidden_states=self.outputs[-1])
+
+        self.executor.step = with_tensors
+
+
+@pytest.mark.parametrize("losing", [False, True])
+def test_states_in_tensors_are_kept_and_fed_as_those_in_arrays_are(losing):
+    harness = InTensors(num_blocks=18, max_batch_tokens=8, max_num_seqs=4)
+    alive = frozenset([0])
+    harness.executor.failures = [Recovered(False, True, alive), Recovered(True, False, alive)] * losing
+    prompts = [[i, *range(20)] for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        harness.submit(i, request(prompt, max_tokens=25, seed=i, drafts=3))
+    harness.finish()
+    assert [harness.outcomes[i].tokens for i in range(6)] == [
+        reference_text(prompt, i, 25) for i, prompt in enumerate(prompts)
+    ]
+    assert harness.loop.scheduler.num_preemptions > 0
+    assert any(len(message.hidden_states) for message in harness.steps)
+
+
+def test_states_that_wait_do_not_keep_the_message_that_brought_them():
+    harness = InTensors()
+    harness.submit(0, request([1, 2, 3], drafts=2))
+    harness.step()
+    [seq] = harness.loop.scheduler.running
+    [waiting] = seq.waiting_states.first(3)
+    [brought] = harness.outputs
+    assert waiting.tolist() == brought.tolist()
+    assert waiting.untyped_storage().data_ptr() != brought.untyped_storage().data_ptr()
 
 
 def test_states_are_asked_for_only_by_requests_that_need_them():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from angelspec_backend.core.config import NETWORK_DRAFTERS
+from angelspec_backend.core.hidden_states import IN_NUMPY
 from angelspec_backend.core.loop import LocalExecutor, SpeculativeLoop
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, DraftOutput, StepInput, split_rows
@@ -22,6 +23,7 @@ from angelspec_backend.drafters.lookup import LookupDrafter
 from angelspec_backend.drafters.target_parts import TargetParts
 from angelspec_backend.engine.runner import ModelRunner
 from angelspec_backend.engine.target import TargetEngine
+from angelspec_backend.triton.device_states import IN_TORCH
 from families import tiny_model
 from random_drafters import random_drafter
 
@@ -70,8 +72,13 @@ class Engine:
         ]
         self.target = TargetEngine(ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
 
-    def generate(self, requests: list[GenerationRequest], **limits) -> list[list[int]]:
-        host = DrafterHost(self.drafters, 8)
+    def generate(
+        self, requests: list[GenerationRequest], in_tensors: bool = False, **limits
+    ) -> list[list[int]]:
+        """in_tensors: hidden states stay on the device"""
+        arrays = IN_TORCH if in_tensors else IN_NUMPY
+        target = TargetEngine(self.target.runner, in_tensors)
+        host = DrafterHost(self.drafters, 8, arrays)
         values = {
             "num_blocks": NUM_BLOCKS,
             "block_size": BLOCK_SIZE,
@@ -81,6 +88,7 @@ class Engine:
             "max_num_seqs": 8,
             "max_batch_tokens": 16,
             "adaptive_drafts": False,
+            "state_arrays": arrays,
         }
         tokens: list[list[int]] = [[] for _ in requests]
         self.num_accepted = [0] * len(requests)
@@ -89,7 +97,7 @@ class Engine:
             tokens[event.request_id] += event.token_ids
             self.num_accepted[event.request_id] = event.num_accepted_tokens
 
-        loop = SpeculativeLoop(LocalExecutor(self.target, host), LoopConfig(**(values | limits)), on_tokens)
+        loop = SpeculativeLoop(LocalExecutor(target, host), LoopConfig(**(values | limits)), on_tokens)
         self.scheduler = loop.scheduler
         for i, request in enumerate(requests):
             loop.submit(i, request)
@@ -164,6 +172,8 @@ def test_requests_of_all_kinds_together_give_the_texts_they_give_alone(engine):
     assert engine.generate(requests, num_blocks=36) == alone
     assert engine.scheduler.num_preemptions > 0
     assert engine.generate(requests, adaptive_drafts=True, max_waiting_states=5) == alone
+    assert engine.generate(requests, in_tensors=True, num_blocks=36) == alone
+    assert engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("kind", range(len(NETWORK_DRAFTERS)), ids=NETWORK_DRAFTERS)

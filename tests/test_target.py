@@ -195,6 +195,16 @@ def test_rows_that_all_ask_for_the_same_layers_get_them_and_no_row_gets_none(eng
     assert len(engine.step(make_step(rows, prompts), DraftOutput.empty(2)).hidden_states) == 0
 
 
+def test_hidden_states_that_stay_on_the_device_are_a_tensor_of_the_same_bytes(engine):
+    prompts, taps = [[5, 6, 7], [9, 10], [11, 12]], [[0, 2], [1], []]
+    rows = [make_row(slot, 0, len(prompts[slot]), num_taps=len(taps[slot])) for slot in range(3)]
+    step = replace(make_step(rows, prompts), tap_ids=np.array([0, 2, 1], np.int32))
+    expected = engine.step(step, DraftOutput.empty(3)).hidden_states
+    found = TargetEngine(engine.runner, states_on_device=True).step(step, DraftOutput.empty(3)).hidden_states
+    assert isinstance(found, torch.Tensor)
+    assert found.numpy().tobytes() == expected.tobytes()
+
+
 def test_a_step_that_points_outside_the_pool_is_refused(engine):
     step = make_step([make_row(MAX_ROWS, 0, 1)], [[5]])
     with pytest.raises(

@@ -82,6 +82,9 @@ class EngineConfig(BaseModel):
         True, description="every text the same in any batch; false: faster kernels, a CPU always keeps it"
     )
     cuda_graphs: bool = Field(True, description="replay verify steps as CUDA graphs")
+    hidden_states_on: Literal["cpu", "device"] = Field(
+        "cpu", description="where hidden states travel to drafters; device: they stay on the GPU, see README"
+    )
 
     # Process
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of a model; 0: all cores")

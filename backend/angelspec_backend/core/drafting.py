@@ -9,11 +9,11 @@ tokens alone, and are fed without drafting when many wait.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from angelspec_backend.core.block_manager import BlockManager, CachedBlock
 from angelspec_backend.core.draft_policy import DraftPolicy, Option
 from angelspec_backend.core.draft_records import Fared, Way
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig, loaded
 from angelspec_backend.core.messages import NO_DRAFTER, StepOutput
 from angelspec_backend.core.request import Sequence
@@ -134,7 +134,7 @@ class Drafting:
                 self._policy.observe_draft(seq.drafter, row.way, seq.records, first, bool(looked_up), fared)
 
     def advance(
-        self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: NDArray[np.uint8]
+        self, row: ScheduledRow, drafter: DrafterInfo, accepted: int, drafted: int, states: States
     ) -> None:
         """Move what is fed past a row whose tokens have been computed and whose blocks have been published.
 
@@ -155,7 +155,8 @@ class Drafting:
                 raise ValueError(f"hidden_states: expected {expected} bytes for a row, got {len(states)}")
             seq.waiting_states.drop(num_fed)
             # A copy: the message that brought them would live as long as the last of them.
-            seq.waiting_states.append(states.reshape(-1, drafter.bytes_per_token).copy())
+            copied = self._config.state_arrays.copy(states)
+            seq.waiting_states.append(copied.reshape(-1, drafter.bytes_per_token))
         elif drafted and drafter.keeps_drafts:
             seq.num_fed += min(accepted, drafted - 1)
         if num_fed and drafter.shares_blocks and self._config.prefix_caching:

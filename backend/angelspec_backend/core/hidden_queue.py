@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-from numpy.typing import NDArray
+from angelspec_backend.core.hidden_states import States
 
 
 class HiddenQueue:
     """Rows of bytes, one per position, in order; they arrive in runs and leave in other runs."""
 
     def __init__(self) -> None:
-        self._runs: deque[NDArray[np.uint8]] = deque()  # each [num_tokens, bytes_per_token]
+        self._runs: deque[States] = deque()  # each [num_tokens, bytes_per_token]
         self._len = 0
 
     def __len__(self) -> int:
         """Positions that wait."""
         return self._len
 
-    def append(self, states: NDArray[np.uint8]) -> None:
+    def append(self, states: States) -> None:
         """Add the states of the next positions, [num_tokens, bytes_per_token]; they are not copied."""
         if len(states):
             self._runs.append(states)
             self._len += len(states)
 
-    def first(self, count: int) -> list[NDArray[np.uint8]]:
+    def first(self, count: int) -> list[States]:
         """The states of the first ``count`` positions, as flat runs of bytes."""
-        runs: list[NDArray[np.uint8]] = []
+        runs: list[States] = []
         for run in self._runs:
             if count <= 0:
                 break

@@ -160,7 +160,7 @@ class SpeculativeLoop:
         rows = self.scheduler.schedule()
         if not rows:
             return
-        step = build_step(rows)
+        step = build_step(rows, self.scheduler.config.state_arrays)
         begin = time.perf_counter()
         try:
             output = self._executor.step(step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from angelspec_backend.core.hidden_states import IN_NUMPY, StateArrays
+
 
 @dataclass(frozen=True)
 class DrafterInfo:
@@ -85,6 +87,7 @@ class LoopConfig:
     max_slowdown: float = 2.6  # of steps that decode, by the prompt chunks computed in them
     prefix_caching: bool = True  # do not compute again what another sequence began with
     max_waiting_states: int = 512  # positions of a sequence whose hidden states may wait for drafting
+    state_arrays: StateArrays = IN_NUMPY  # that the executor's hidden states are in
 
     def __post_init__(self) -> None:
         pool = (self.num_blocks - 1) * self.block_size

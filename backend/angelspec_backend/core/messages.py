@@ -6,17 +6,21 @@ record per row, and flat arrays in row order whose lengths the records give. The
 drafter and the target, so the ensemble between them needs no translation.
 
 A hidden state is the output of one decoder layer of the target at one position, in the target's dtype, as
-raw bytes.  Layers are counted from 0 and named by their tap id.
+raw bytes, see ``core/hidden_states.py``.  Layers are counted from 0 and named by their tap id.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from angelspec_backend.core.hidden_states import States
+
+Flat = TypeVar("Flat", NDArray[Any], States)
 
 NO_DRAFTER = -1
 """Value of ``ROW["drafter"]`` for a row decoded autoregressively."""
@@ -68,7 +72,7 @@ class StepInput:
     tap_ids: NDArray[np.int32] = field(default_factory=_no_ids)  # [sum(num_taps)], ascending within a row
     # For the drafter: per row [num_feed, taps of the row's drafter, hidden], nothing where it has no taps or
     # only looks up: tokens that were fed so are fed again, with their states, before the network drafts.
-    hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
+    hidden_states: States = field(default_factory=_no_bytes)
 
     @property
     def speculative(self) -> bool:
@@ -107,13 +111,13 @@ class StepOutput:
     looked_up: NDArray[np.int32]  # [num_rows] as in DraftOutput
     # Per row [num_committed, num_taps, hidden] with num_committed = num_tokens + max(lens - 1, 0): the known
     # tokens that were computed and the accepted drafts behind them, never a rejected one.
-    hidden_states: NDArray[np.uint8] = field(default_factory=_no_bytes)
+    hidden_states: States = field(default_factory=_no_bytes)
     seconds: float = 0.0  # that the target took
 
 
-def split_rows(flat: NDArray[Any], lens: NDArray[Any]) -> list[NDArray[Any]]:
+def split_rows(flat: Flat, lens: NDArray[Any]) -> list[Flat]:
     """Views of a flat array, one per row.  flat: [sum(lens)], lens: [num_rows]."""
-    ends = np.cumsum(lens).tolist()
+    ends: list[int] = np.cumsum(lens).tolist()
     return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 

@@ -11,11 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 from angelspec_backend.core.block_manager import BlockManager, BlockTable
 from angelspec_backend.core.drafting import Drafting
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import LoopConfig
 from angelspec_backend.core.messages import StepOutput, split_rows
 from angelspec_backend.core.prefill_policy import PrefillPolicy
@@ -206,7 +204,7 @@ class Scheduler:
         seq.num_fed = seq.num_seen = num_fed * self.config.block_size
         return True
 
-    def _advance(self, row: ScheduledRow, accepted: int, drafted: int, states: NDArray[np.uint8]) -> None:
+    def _advance(self, row: ScheduledRow, accepted: int, drafted: int, states: States) -> None:
         """Move what is computed and fed past a row; full blocks become findable for others."""
         seq = row.seq
         seq.num_computed += row.num_tokens + accepted

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from angelspec_backend.core.draft_records import Way
+from angelspec_backend.core.hidden_states import IN_NUMPY, StateArrays, States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, ROW, StepInput, StepOutput, split_rows
 from angelspec_backend.core.request import Sequence
 
-NO_STATES: NDArray[np.uint8] = np.zeros(0, np.uint8)
+NO_STATES: States = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class ScheduledRow:
         return self.num_tokens + max(num_sampled - 1, 0)
 
 
-def build_step(rows: list[ScheduledRow]) -> StepInput:
-    """The message of a step."""
+def build_step(rows: list[ScheduledRow], arrays: StateArrays = IN_NUMPY) -> StepInput:
+    """The message of a step.  arrays: that hidden states wait in"""
     records, token_ids, feed = [], [], []
     tap_ids: list[int] = []
-    states: list[NDArray[np.uint8]] = []
+    states: list[States] = []
     for row in rows:
         seq, sampling, taps = row.seq, row.seq.request.sampling, row.tap_ids
         token_ids += seq.token_ids[seq.num_computed : seq.num_computed + row.num_tokens]
@@ -92,11 +92,11 @@ def build_step(rows: list[ScheduledRow]) -> StepInput:
         feed_token_ids=np.array(feed, np.int32),
         block_table=np.concatenate([row.seq.table.ids for row in rows]),
         tap_ids=np.array(tap_ids, np.int32),
-        hidden_states=np.concatenate(states) if states else np.zeros(0, np.uint8),
+        hidden_states=arrays.join(states) if states else NO_STATES,
     )
 
 
-def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[NDArray[np.uint8]]:
+def split_states(rows: list[ScheduledRow], output: StepOutput) -> list[States]:
     """The bytes of each row's new hidden states."""
     if len(output.hidden_states) == 0:
         return [NO_STATES] * len(rows)

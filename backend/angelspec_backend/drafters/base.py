@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.hidden_states import IN_NUMPY, StateArrays, States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import NO_DRAFTER, DraftOutput, RowRanges, StepInput, split_rows
 
@@ -38,7 +39,7 @@ class Drafter(Protocol):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """Take the fed tokens in, then propose at most ``num_draft_tokens`` for each row.
 
@@ -61,7 +62,7 @@ class MissingDrafter:
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """No drafts."""
         return DraftOutput.empty(len(rows))
@@ -75,9 +76,13 @@ class DrafterHost:
     anybody noticing: their slots get neither feed nor drafts from it until they begin anew, at num_fed 0.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], max_num_seqs: int) -> None:
-        """drafters: in the order of the configuration, which ``ROW["drafter"]`` indexes."""
+    def __init__(
+        self, drafters: Sequence[Drafter], max_num_seqs: int, arrays: StateArrays = IN_NUMPY
+    ) -> None:
+        """drafters: in the order of the configuration, which ``ROW["drafter"]`` indexes; arrays: that hidden
+        states are in."""
         self.drafters = tuple(drafters)
+        self._arrays = arrays
         self.num_failures = [0] * len(self.drafters)
         self._behind = np.zeros((len(self.drafters), max_num_seqs), bool)
         # Of hidden states per fed token, by drafter; the last entry is NO_DRAFTER's.
@@ -102,7 +107,7 @@ class DrafterHost:
                 return self._ask(index, step)
             if mine.any():
                 chosen.append(mine)
-                outputs.append(self._ask(index, _select(step, hidden_lens, mine)))
+                outputs.append(self._ask(index, _select(step, hidden_lens, mine, self._arrays)))
         return _merge(len(rows), chosen, outputs)
 
     def _rows_of(self, index: int, rows: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -150,7 +155,9 @@ class DrafterHost:
         return hidden_lens
 
 
-def _select(step: StepInput, hidden_lens: NDArray[np.int64], mine: NDArray[np.bool_]) -> StepInput:
+def _select(
+    step: StepInput, hidden_lens: NDArray[np.int64], mine: NDArray[np.bool_], arrays: StateArrays
+) -> StepInput:
     """Some rows of a step, with what a drafter reads of them.
 
     Hidden states are many bytes, so they are copied only if those of others lie between them.
@@ -160,7 +167,7 @@ def _select(step: StepInput, hidden_lens: NDArray[np.int64], mine: NDArray[np.bo
     if hidden_lens[mine].sum() != len(states):
         of_row = split_rows(states, hidden_lens)
         parts = [of_row[row] for row in np.flatnonzero(mine & (hidden_lens > 0))]
-        states = np.concatenate(parts) if parts else states[:0]
+        states = arrays.join(parts) if parts else states[:0]
     return replace(
         step,
         rows=rows[mine],

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.drafters.blocks import BlockNetwork
 from angelspec_backend.drafters.choice import Choice, Drafts
 from angelspec_backend.drafters.network_drafter import NetworkDrafter
@@ -76,7 +77,7 @@ class BlockDrafter(NetworkDrafter[BlockNetwork]):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
         confident: bool = True,
     ) -> Drafts:
         """See ``NetworkDrafter.draft``.  A row without room for a whole block behind its anchor gets none."""

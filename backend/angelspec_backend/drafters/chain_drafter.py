@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.chain import ChainNetwork, ChainState
 from angelspec_backend.drafters.choice import Choice, Drafts
@@ -60,7 +61,7 @@ class ChainDrafter(NetworkDrafter[ChainNetwork]):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
         confident: bool = True,
     ) -> Drafts:
         """See ``NetworkDrafter.draft``."""

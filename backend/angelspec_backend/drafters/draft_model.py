@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.choice import Drafts, choose_tokens
@@ -42,7 +43,7 @@ class DraftModelDrafter:
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """Compute the fed tokens, then draft token by token for all rows that want one more.
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angelspec_backend.core.draft_records import Share
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.messages import DraftOutput, split_rows
 from angelspec_backend.core.params import MAX_DRAFT_TOKENS
 from angelspec_backend.drafters.base import Drafter
@@ -66,7 +67,7 @@ class LookupDrafter:
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
         known = self._feed(rows, feed_token_ids, block_table)

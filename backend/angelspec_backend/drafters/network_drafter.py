@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput
 from angelspec_backend.drafters.blocks import BlockNetwork
@@ -72,7 +73,7 @@ class NetworkDrafter(ABC, Generic[Network]):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """See ``Drafter.propose``."""
         confident = bool((rows["min_chance"] > 0).any())
@@ -85,7 +86,7 @@ class NetworkDrafter(ABC, Generic[Network]):
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
         confident: bool = True,
     ) -> Drafts:
         """Take the fed positions in, then draft for all rows that want drafts.
@@ -101,9 +102,12 @@ class NetworkDrafter(ABC, Generic[Network]):
     def _pack(network: Network, quantization: str) -> Network:
         """The network made fast for serving, see ``pack_network``."""
 
-    def _received(self, hidden_states: NDArray[np.uint8]) -> Tensor:
+    def _received(self, hidden_states: States) -> Tensor:
         """The bytes of hidden states as a tensor.  -> [sum(num_feed), num_taps, target_hidden]"""
         spec = self.network.spec
-        flat = torch.from_numpy(hidden_states if hidden_states.flags.writeable else hidden_states.copy())
+        if isinstance(hidden_states, np.ndarray):
+            flat = torch.from_numpy(hidden_states if hidden_states.flags.writeable else hidden_states.copy())
+        else:
+            flat = torch.as_tensor(hidden_states)
         shape = (-1, len(spec.tap_ids), spec.target_hidden)
         return flat.view(self.dtype).view(shape).to(self.device)

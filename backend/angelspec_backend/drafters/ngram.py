@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import DraftOutput, split_rows
 from angelspec_backend.drafters.matches import Matches, Text
@@ -32,7 +33,7 @@ class NgramDrafter:
         rows: NDArray[np.void],
         feed_token_ids: NDArray[np.int32],
         block_table: NDArray[np.int32],
-        hidden_states: NDArray[np.uint8],
+        hidden_states: States,
     ) -> DraftOutput:
         """Feed each row's slot, then look up.  Shapes as in ``Drafter.propose``.
 

@@ -23,8 +23,10 @@ from angelspec_backend.engine.sampler import SamplingRows, sample
 class TargetEngine:
     """Verifies drafts with a model runner."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, states_on_device: bool = False) -> None:
+        """states_on_device: hidden states are returned as a tensor, where the model is"""
         self.runner = runner
+        self._states_on_device = states_on_device
 
     def step(self, step: StepInput, drafts: DraftOutput) -> StepOutput:
         """Compute the known tokens and drafts of every row; emit accepted drafts and one more token.
@@ -65,7 +67,8 @@ class TargetEngine:
         emitted = np.where(sampling, accepted + 1, 0).astype(np.int32)
         output = StepOutput(samples[index < emitted[row_of]], emitted, drafts.lens, drafts.looked_up)
         if len(taps):
-            output = replace(output, hidden_states=_committed_states(step, drafts, emitted, taps, states))
+            flat = _committed_states(step, drafts, emitted, taps, states)
+            output = replace(output, hidden_states=flat if self._states_on_device else flat.cpu().numpy())
         return replace(output, seconds=time.perf_counter() - begin)
 
 
@@ -75,7 +78,7 @@ def _committed_states(
     emitted: NDArray[np.int32],
     taps: NDArray[np.int32],
     states: list[Tensor],
-) -> NDArray[np.uint8]:
+) -> Tensor:
     """The bytes of ``StepOutput.hidden_states``: committed tokens of the rows that ask, their own taps.
 
     emitted: [num_rows] sampled tokens; taps: [num_taps] ascending; states: per tap [num_tokens, hidden].
@@ -87,10 +90,10 @@ def _committed_states(
     lens = rows["num_tokens"].astype(np.int64) + drafts.lens
     index = torch.from_numpy((np.cumsum(lens) - lens)[row_of] + offset).to(states[0].device)
     chosen = torch.stack([state[index] for state in states], dim=1)  # [num_committed, num_taps, hidden]
-    flat = chosen.view(torch.uint8).cpu().numpy()  # [num_committed, num_taps, bytes]
+    flat = chosen.view(torch.uint8)  # [num_committed, num_taps, bytes]
 
     wanted = np.zeros((len(rows), len(taps)), bool)
     wanted[ragged(rows["num_taps"])[0], np.searchsorted(taps, step.tap_ids)] = True
     if not wanted[tapped].all():
-        flat = flat[wanted[row_of]]
+        flat = flat[torch.from_numpy(wanted[row_of]).to(flat.device)]
     return flat.reshape(-1)

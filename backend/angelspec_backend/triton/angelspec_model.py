@@ -49,9 +49,11 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer and start the output thread; the loop waits for the first request."""
         bridge.install_log_handler()
-        hide_torch()
         instance = Instance.from_args(args)
         self._config = instance.config
+        if self._config.hidden_states_on == "cpu":
+            hide_torch()
+        self._states = bridge.states_on(self._config.hidden_states_on)
         self._tokenizer = load_tokenizer(instance.model_path("target"))
         self._metrics = ServingMetrics()
         self._drain = Drain(self._config.drain_timeout)
@@ -106,7 +108,7 @@ class TritonPythonModel:
         Raises:
             StepError: target or drafter is not there yet; the next request tries again.
         """
-        executor = BlsExecutor(drafts=bool(self._config.drafter_names))
+        executor = BlsExecutor(bool(self._config.drafter_names), self._states.read)
         executor.recover()  # a model may have died since it was loaded
         try:
             target = executor.target_info()
@@ -146,6 +148,8 @@ class TritonPythonModel:
             raise ConfigError(
                 f"drafters: {self._config.drafters} in angelspec, {', '.join(names)} in drafter"
             )
+        if len({each.hidden_states_on for each in (self._config, target, info)}) > 1:
+            raise ConfigError("hidden_states_on must be the same in angelspec, target and drafter")
         if info.pool != target.pool:
             raise ConfigError(f"drafter has {info.pool}, target has {target.pool}; they share block ids")
         checked = [drafter.checked(target.num_layers, target.hidden_bytes) for drafter in info.drafters]
@@ -177,6 +181,7 @@ def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[Drafte
         adaptive_drafts=config.adaptive_drafts,
         max_slowdown=config.max_slowdown,
         prefix_caching=config.prefix_caching,
+        state_arrays=bridge.states_on(config.hidden_states_on).arrays,
     )
 
 

@@ -31,11 +31,12 @@ class BlsExecutor:
     """
 
     drafts: bool  # whether there is a drafter model
+    read: bridge.Read = bridge.to_arrays  # of what the target answers
 
     def step(self, step: StepInput) -> StepOutput:
         """One engine step.  Raises StepError when a model did not answer."""
         model = "speculate" if step.speculative else "target"
-        answer = _call(model, codec.encode_step(step), codec.step_outputs(step))
+        answer = _call(model, codec.encode_step(step), codec.step_outputs(step), self.read)
         return codec.decode_output(answer, len(step.rows))
 
     def target_info(self) -> codec.TargetInfo:
@@ -86,8 +87,10 @@ def _describe(model: str) -> codec.Arrays:
     return _call(model, codec.encode_step(NO_ROWS), (codec.INFO,))
 
 
-def _call(model: str, arrays: codec.Arrays, outputs: tuple[str, ...]) -> codec.Arrays:
-    """The outputs of a model.
+def _call(
+    model: str, arrays: codec.Arrays, outputs: tuple[str, ...], read: bridge.Read = bridge.to_arrays
+) -> codec.Arrays:
+    """The outputs of a model, each where the model left it: no memory is preferred.
 
     Raises:
         StepError: with a text for clients; Triton's own, which may name paths, goes to the log.
@@ -106,7 +109,7 @@ def _call(model: str, arrays: codec.Arrays, outputs: tuple[str, ...]) -> codec.A
         if "Server not ready" in message:
             raise ServerStopping("the server is shutting down")
         raise StepError(f"the model {model} did not answer, see the server's log")
-    return bridge.to_arrays(response.output_tensors())
+    return read(response.output_tensors())
 
 
 def _reload(model: str) -> None:

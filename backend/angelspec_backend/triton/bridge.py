@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
 
+from angelspec_backend.core.hidden_states import IN_NUMPY, StateArrays
 from angelspec_backend.triton.codec import Arrays
+
+Read = Callable[[Iterable[Any]], dict[str, Any]]
+"""Makes arrays by name of Triton's tensors."""
 
 INVALID_ARG = "INVALID_ARG"
 UNAVAILABLE = "UNAVAILABLE"
@@ -41,14 +45,43 @@ def install_log_handler() -> None:
     root.propagate = False
 
 
-def to_arrays(tensors: Iterable[Any]) -> dict[str, NDArray[Any]]:
+def to_arrays(tensors: Iterable[Any]) -> dict[str, Any]:
     """Arrays by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in tensors}
 
 
 def to_tensors(arrays: Arrays) -> list[Any]:
     """Triton tensors, in the order of the arrays."""
-    return [pb_utils.Tensor(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
+    return [
+        pb_utils.Tensor(name, np.ascontiguousarray(array))
+        if isinstance(array, np.ndarray)
+        else _shared(name, array)
+        for name, array in arrays.items()
+    ]
+
+
+def _shared(name: str, tensor: Any) -> Any:
+    """A Triton tensor in the memory of one of torch."""
+    from angelspec_backend.triton.device_states import complete
+
+    return pb_utils.Tensor.from_dlpack(name, complete(tensor))
+
+
+@dataclass(frozen=True)
+class StatesOn:
+    """How a process reads messages with hidden states, and what it has these in."""
+
+    read: Read
+    arrays: StateArrays
+
+
+def states_on(place: str) -> StatesOn:
+    """place: the option ``hidden_states_on``.  Torch is imported where they are to stay on a device alone."""
+    if place == "cpu":
+        return StatesOn(to_arrays, IN_NUMPY)
+    from angelspec_backend.triton import device_states
+
+    return StatesOn(device_states.read, device_states.IN_TORCH)
 
 
 def error_response(message: str, code: str = INTERNAL) -> Any:
@@ -69,13 +102,13 @@ def send(sender: Any, response: Any, final: bool) -> None:
         logger.exception("a response could not be sent")
 
 
-def answer(model: str, request: Any, compute: Callable[[Arrays], Arrays]) -> Any:
+def answer(model: str, request: Any, compute: Callable[[Arrays], Arrays], read: Read = to_arrays) -> Any:
     """The one response to a request of an inner model.
 
     An exception becomes a short error; its stack, which may hold paths, goes to the log only.
     """
     try:
-        return pb_utils.InferenceResponse(output_tensors=to_tensors(compute(to_arrays(request.inputs()))))
+        return pb_utils.InferenceResponse(output_tensors=to_tensors(compute(read(request.inputs()))))
     except ValueError as error:  # a step that contradicts itself; the text says where
         logger.exception("%s: bad step", model)
         return error_response(f"{model}: {error}", INVALID_ARG)

@@ -2,8 +2,8 @@
 
 A tensor costs the same time whatever its size, tens of microseconds on its way through the processes, so
 all that is small lies in one array of int32.  Hidden states, which may be large and which not every model
-reads, are an array of their own, left out where there are none.  A step of no rows asks a model to describe
-itself.  Decoded arrays are views of the message.
+reads, are an array of their own, left out where there are none; they may be a tensor of torch instead.  A
+step of no rows asks a model to describe itself.  Decoded arrays are views of the message.
 
 step        [5] rows and lengths of the parts behind them, then the parts: rows, token_ids, feed_token_ids,
             block_table, tap_ids
@@ -22,16 +22,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from angelspec_backend.core.hidden_states import States
 from angelspec_backend.core.loop_config import DrafterInfo
 from angelspec_backend.core.messages import ROW, DraftOutput, StepInput, StepOutput
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Any]  # arrays of numpy; hidden states may be a tensor of torch
 
 STEP = "step"
 FEED_STATES = "feed_hidden_states"  # beside it, for drafters that read them
 DRAFTS = "drafts"
 SAMPLED = "sampled"
 HIDDEN_STATES = "hidden_states"  # beside it, of a step with taps
+STATES = frozenset({FEED_STATES, HIDDEN_STATES})
 INFO = "info"
 
 NUM_PARTS = 5
@@ -61,6 +63,7 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]
     num_layers: int  # decoder layers, which tap ids count
     hidden_bytes: int  # of one hidden state
+    hidden_states_on: str  # the option
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,14 @@ class DrafterModelInfo:
 
     pool: PoolInfo
     drafters: tuple[DrafterInfo, ...]
+    hidden_states_on: str  # the option
 
 
-def encode_step(step: StepInput) -> dict[str, NDArray[Any]]:
+def encode_step(step: StepInput) -> dict[str, Any]:
     """Inputs of `speculate`."""
     parts = (step.token_ids, step.feed_token_ids, step.block_table, step.tap_ids)
     header = np.array([len(step.rows), *map(len, parts)], np.int32)
-    arrays: dict[str, NDArray[Any]] = {STEP: np.concatenate([header, step.rows.view(np.int32), *parts])}
+    arrays: dict[str, Any] = {STEP: np.concatenate([header, step.rows.view(np.int32), *parts])}
     if len(step.hidden_states):
         arrays[FEED_STATES] = step.hidden_states
     return arrays
@@ -101,7 +105,7 @@ def decode_step(arrays: Arrays) -> StepInput:
         raise CodecError(f"{STEP} of {len(packed)} numbers, which is not what its header says: {header}")
     ends = accumulate(lens, initial=NUM_PARTS)
     rows, token_ids, feed, table, tap_ids = (packed[begin:end] for begin, end in pairwise(ends))
-    return StepInput(rows.view(ROW), token_ids, feed, table, tap_ids, _bytes(arrays, FEED_STATES))
+    return StepInput(rows.view(ROW), token_ids, feed, table, tap_ids, _states(arrays, FEED_STATES))
 
 
 def encode_drafts(drafts: DraftOutput) -> dict[str, NDArray[Any]]:
@@ -117,10 +121,10 @@ def decode_drafts(arrays: Arrays, num_rows: int) -> DraftOutput:
     return DraftOutput(packed[2 * num_rows :], packed[:num_rows], packed[num_rows : 2 * num_rows])
 
 
-def encode_output(output: StepOutput) -> dict[str, NDArray[Any]]:
+def encode_output(output: StepOutput) -> dict[str, Any]:
     """Outputs of `target` and `speculate`."""
     took = np.array([min(int(output.seconds * 1e6), MAX_INT)], np.int32)
-    arrays: dict[str, NDArray[Any]] = {
+    arrays: dict[str, Any] = {
         SAMPLED: np.concatenate([took, output.lens, output.draft_lens, output.looked_up, output.token_ids])
     }
     if len(output.hidden_states):
@@ -132,7 +136,7 @@ def decode_output(arrays: Arrays, num_rows: int) -> StepOutput:
     """What the target sampled for so many rows."""
     packed = arrays[SAMPLED].reshape(-1)
     lens, draft_lens, looked_up = packed[1 : 1 + 3 * num_rows].reshape(3, num_rows)
-    token_ids, states = packed[1 + 3 * num_rows :], _bytes(arrays, HIDDEN_STATES)
+    token_ids, states = packed[1 + 3 * num_rows :], _states(arrays, HIDDEN_STATES)
     return StepOutput(token_ids, lens, draft_lens, looked_up, states, seconds=float(packed[0]) / 1e6)
 
 
@@ -152,9 +156,9 @@ def decode_drafter_info(arrays: Arrays) -> DrafterModelInfo:
     """The drafter model's answer to a step of no rows."""
     info = json.loads(arrays[INFO].item())
     drafters = (DrafterInfo(**(each | {"tap_ids": tuple(each["tap_ids"])})) for each in info["drafters"])
-    return DrafterModelInfo(PoolInfo(**info["pool"]), tuple(drafters))
+    return DrafterModelInfo(PoolInfo(**info["pool"]), tuple(drafters), info["hidden_states_on"])
 
 
-def _bytes(arrays: Arrays, name: str) -> NDArray[np.uint8]:
-    array = arrays.get(name)
-    return np.zeros(0, np.uint8) if array is None else array.reshape(-1)
+def _states(arrays: Arrays, name: str) -> States:
+    states: States | None = arrays.get(name)
+    return np.zeros(0, np.uint8) if states is None else states.reshape(-1)

@@ -32,11 +32,13 @@ class TritonPythonModel:
         instance = Instance.from_args(args)
         self._config = instance.config
         drafters = load_drafters(instance)
-        self._host = DrafterHost(drafters, self._config.max_num_seqs)
+        self._states = bridge.states_on(self._config.hidden_states_on)
+        self._host = DrafterHost(drafters, self._config.max_num_seqs, self._states.arrays)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response per request; never raises."""
-        return [bridge.answer("drafter", request, self._answer) for request in requests]
+        read = self._states.read
+        return [bridge.answer("drafter", request, self._answer, read) for request in requests]
 
     def _answer(self, arrays: codec.Arrays) -> codec.Arrays:
         step = codec.decode_step(arrays)
@@ -48,6 +50,7 @@ class TritonPythonModel:
         return codec.DrafterModelInfo(
             pool=codec.PoolInfo(self._config.num_blocks, self._config.block_size),
             drafters=tuple(each.info for each in self._host.drafters),
+            hidden_states_on=self._config.hidden_states_on,
         )
 
 

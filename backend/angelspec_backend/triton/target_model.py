@@ -37,7 +37,8 @@ class TritonPythonModel:
             batch_invariant=config.batch_invariant,
             cuda_graphs=config.cuda_graphs,
         )
-        self._engine = TargetEngine(runner)
+        self._hidden_states_on = config.hidden_states_on
+        self._engine = TargetEngine(runner, states_on_device=config.hidden_states_on == "device")
         logger.info("target: %s", runner.describe())
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -60,4 +61,5 @@ class TritonPythonModel:
             eos_token_ids=tuple(runner.eos_token_ids),
             num_layers=runner.num_layers,
             hidden_bytes=runner.hidden_size * runner.dtype.itemsize,
+            hidden_states_on=self._hidden_states_on,
         )
