@@ -144,23 +144,25 @@ def read_chunk(outputs: Outputs, time_s: float) -> Chunk:
         ServerError: an output that must be there is not.
     """
 
-    def one(name: str) -> Any:
-        values = outputs.get(name)
-        if not values:
-            raise ServerError(f"the server's answer lacks the output '{name}'; is this an angelspec model?")
-        return values[0]
-
     usage = None
     if "finish_reason" in outputs:
         usage = Usage(
-            finish_reason=str(one("finish_reason")),
-            num_input_tokens=int(one("num_input_tokens")),
-            num_output_tokens=int(one("num_output_tokens")),
-            seed=int(one("seed")),
-            total_draft_tokens=int(one("total_draft_tokens")),
-            total_accepted_draft_tokens=int(one("total_accepted_draft_tokens")),
+            finish_reason=str(_one(outputs, "finish_reason")),
+            num_input_tokens=int(_one(outputs, "num_input_tokens")),
+            num_output_tokens=int(_one(outputs, "num_output_tokens")),
+            seed=int(_one(outputs, "seed")),
+            total_draft_tokens=int(_one(outputs, "total_draft_tokens")),
+            total_accepted_draft_tokens=int(_one(outputs, "total_accepted_draft_tokens")),
         )
-    return Chunk(str(one("text_output")), tuple(map(int, outputs.get("output_ids", ()))), time_s, usage)
+    ids = outputs.get("output_ids", ())
+    return Chunk(str(_one(outputs, "text_output")), tuple(map(int, ids)), time_s, usage)
+
+
+def _one(outputs: Outputs, name: str) -> Any:
+    values = outputs.get(name)
+    if not values:
+        raise ServerError(f"the server's answer lacks the output '{name}'; is this an angelspec model?")
+    return values[0]
 
 
 def read_json(event: Mapping[str, Any]) -> Outputs:

@@ -26,7 +26,7 @@ class Usage:
         return acceptance_length(self.num_output_tokens, self.total_accepted_draft_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one response brought.  Text and tokens need not end at the same place."""
 

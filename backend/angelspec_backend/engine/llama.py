@@ -102,7 +102,6 @@ class FusedLlama:
         """Compute a batch and store its keys and values.  Returns logits [num_logits, vocab_size]."""
         return self.forward_with_taps(batch, pool, ())[0]
 
-    @torch.inference_mode()
     def forward_with_taps(
         self, batch: PackedBatch, pool: KVPool, taps: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -124,6 +123,7 @@ class FusedLlama:
         by_tap = dict(zip(ascending, states, strict=True))
         return logits, [by_tap[tap] for tap in taps]
 
+    @torch.inference_mode()
     def _run_by_layer(
         self, batch: PackedBatch, pool: KVPool, taps: Sequence[int]
     ) -> tuple[Tensor, Sequence[Tensor]]:
