@@ -42,6 +42,7 @@ class NativeForward:
         logits = torch.empty(len(batch.logits_index), self._head.out_features, dtype=torch.bfloat16)
         tapped = torch.empty(len(taps), num_tokens, hidden_size, dtype=torch.bfloat16)
         attention, rope = attention_and_rope(decoder, batch, pool)
+        tap_ids = (ctypes.c_int64 * len(taps))(*taps)
         args = native.ForwardArgs(
             layers=ctypes.addressof(self._layers_of(pool)),
             head=self._head.native_args,
@@ -52,13 +53,13 @@ class NativeForward:
             final_norm=self._final_norm.data_ptr(),
             logits_index=batch.logits_index.data_ptr(),
             logits=logits.data_ptr(),
-            taps=ctypes.addressof(layers := (ctypes.c_int64 * len(taps))(*taps)),
+            taps=ctypes.addressof(tap_ids),
             tapped=tapped.data_ptr(),
             seconds=address(self.seconds),
             num_layers=len(decoder.layers),
             num_tokens=num_tokens,
             num_logits=len(logits),
-            num_taps=len(layers),
+            num_taps=len(taps),
             hidden_size=hidden_size,
             attended_size=layer.attention_out.in_features,
             inter=layer.down.in_features,

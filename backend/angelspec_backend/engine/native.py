@@ -40,7 +40,7 @@ MAX_HEAD_DIM = 256
 
 
 LINEAR_KERNELS = ("none", "avx512", "amx")
-"""Kernels of native_linear.h, the faster ones later."""
+"""LinearKernel of native_linear_parts.h, the faster ones later."""
 
 
 def available() -> bool:

@@ -38,7 +38,7 @@ class RopeArgs(ctypes.Structure):
 
 
 class LinearArgs(ctypes.Structure):
-    """Mirrors LinearArgs in native_linear.h."""
+    """Mirrors LinearArgs in native_linear_parts.h."""
 
     _fields_ = (
         *[(name, _pointer) for name in ("x", "weight", "scale", "bias", "out")],

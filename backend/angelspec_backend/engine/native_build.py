@@ -18,6 +18,7 @@ SOURCES = (
     "native_heads.h",
     "native_layers.h",
     "native_linear.h",
+    "native_linear_parts.h",
     "native_program.h",
     "native_rows.h",
     "native_sampling.h",
