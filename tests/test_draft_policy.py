@@ -173,6 +173,18 @@ def test_a_first_network_step_that_is_no_example_does_not_keep_the_network_out()
     assert policy.choose([lookup, network]).way is Way.NETWORK
 
 
+def test_catching_up_is_not_taken_for_what_a_network_takes():
+    policy, limits = DraftPolicy(1), np.full(64, 8)
+    for n in range(300):
+        observe(policy, 64, n % 128, 80.0, Way.LOOKUP)
+        if n % 30 == 0:  # it is tried for two steps, and before the first it was fed nothing for long
+            observe(policy, 64, 64, 80.0, Way.NETWORK, beside=60.0)
+            observe(policy, 64, 64, 80.0, Way.NETWORK, beside=3.0)
+    lookup = Option(0, Way.LOOKUP, np.full(64, 1.0), np.full(64, 0.3), np.zeros(64), limits)
+    network = Option(0, Way.NETWORK, np.full(64, 1.0), np.full(64, 0.40), np.ones(64), limits)
+    assert policy.choose([lookup, network]).way is Way.NETWORK
+
+
 def test_what_a_network_takes_is_learnt_beside_prompts_too():
     """Under load hardly a step has none; how long they take themselves says nothing of drafts."""
     policy, limits = DraftPolicy(1), np.full(16, 8)

@@ -41,6 +41,7 @@ class StepCosts:
         # Each drafter takes its own time, and requests may name different ones.
         self._beside: defaultdict[tuple[int, Way], ExtraTimes] = defaultdict(ExtraTimes)
         self._token = TokenCost()
+        self._last: tuple[int, Way | None] = (0, None)  # drafter and way of the step before
 
     def observe(self, step: Verified) -> None:
         """Take in a step."""
@@ -57,10 +58,12 @@ class StepCosts:
             self._plain.observe(step.num_rows, beside, step.target_seconds)
         elif step.way is Way.LOOKUP:
             self._beside[step.drafter, Way.LOOKUP].observe(step.num_drafting, beside, step.target_seconds)
-        elif step.num_asked:
+        # Behind a step of another kind the drafter catches up with what it was not fed, which says nothing.
+        elif step.num_asked and self._last == (step.drafter, step.way):
             looking_up = float(self._beside[step.drafter, Way.LOOKUP].predict(step.num_drafting))
             network = self._beside[step.drafter, Way.NETWORK]
             network.observe(step.num_asked, beside - looking_up, step.target_seconds)
+        self._last = step.drafter, step.way
 
     @property
     def token_seconds(self) -> float:
