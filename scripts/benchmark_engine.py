@@ -72,7 +72,7 @@ class Stopwatch:
         saved = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
         for owner, name, part in places:
             setattr(owner, name, self.timed(part, getattr(owner, name)))
-        inside = torch.zeros(2, dtype=torch.float64)  # the native call over all layers keeps time itself
+        inside = torch.zeros(2, dtype=torch.float64)  # the one native call keeps time itself
         if network.native_forward:
             network.native_forward.seconds = inside
         try:
@@ -87,7 +87,7 @@ class Stopwatch:
 
 
 def matmul_floor(model: FusedLlama, num_tokens: int, head: bool = True) -> Callable[[], None]:
-    """All matrix products of a step and nothing else; a prompt's chunk needs no head."""
+    """All matrix products of a step with their activations, nothing else; a prompt's chunk needs no head."""
     count = padded_rows(num_tokens)
 
     def inputs(linear: PackedLinear) -> torch.Tensor:

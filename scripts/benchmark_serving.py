@@ -39,7 +39,7 @@ from checks import CheckError, free_ports
 from prepare_target import PrepareError
 from server import ServerError, TritonServer
 from server_config import build_config
-from server_options import ServerOptions
+from server_options import ROOT, ServerOptions
 from serving_load import (
     Prompts,
     measure_fairness,
@@ -242,8 +242,12 @@ def main() -> int:
 
 
 def _differing(config: EngineConfig) -> dict[str, Any]:
-    """The options that are not the defaults, the target's path apart."""
-    return config.model_dump(exclude_defaults=True, exclude={"target"})
+    """The options that are not the defaults, the target's path apart; other paths as in the repository."""
+    found = config.model_dump(exclude_defaults=True, exclude={"target"})
+    return {
+        name: value.removeprefix(f"{ROOT}/") if isinstance(value, str) else value
+        for name, value in found.items()
+    }
 
 
 if __name__ == "__main__":

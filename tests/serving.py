@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import server_processes
+from angelspec_client import Generation, Stream
 from server import ServerOptions, TritonServer
 
 PROMPT = "The capital of France is"
@@ -72,6 +76,19 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def read_while_killing(server: TritonServer, model: str, streams: Sequence[Stream]) -> list[Generation]:
+    """Read streams to their end, killing a model's process once all have begun; afterwards it has another."""
+    with ThreadPoolExecutor(len(streams)) as pool:
+        running = [pool.submit(stream.read) for stream in streams]
+        wait_until(lambda: all(len(stream.chunks) > 5 for stream in streams))
+        assert not any(future.done() for future in running)
+        victim = stub_pid(server, model)
+        os.kill(victim, signal.SIGKILL)
+        results = [future.result(timeout=120) for future in running]
+    assert stub_pid(server, model) != victim
+    return results
 
 
 def stub_pid(server: TritonServer, model: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from angelspec_client import GrpcClient, HttpClient, ServerBusy
 from checks import free_ports
 from server import ROOT, ServerOptions, TritonServer
-from serving import PROMPT, Endpoint, stub_pid, wait_until
+from serving import PROMPT, Endpoint, read_while_killing, wait_until
 
 LONG = {"max_tokens": 300, "temperature": 1.0, "seed": 7, "ignore_eos": True}
 
@@ -72,15 +71,8 @@ def test_streams_go_on_with_the_same_tokens_when_a_model_process_is_killed(small
     with GrpcClient(endpoint.grpc) as client:
         expected = [client.generate(PROMPT, drafter="none", **(LONG | {"seed": seed})) for seed in (1, 2)]
         streams = [client.stream(PROMPT, drafter="ngram", **(LONG | {"seed": seed})) for seed in (1, 2)]
-        with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(stream.read) for stream in streams]
-            wait_until(lambda: all(s._progress and len(s._progress.chunks) > 5 for s in streams))
-            assert not any(future.done() for future in running)
-            victim = stub_pid(small, model)
-            os.kill(victim, signal.SIGKILL)
-            results = [future.result(timeout=120) for future in running]
+        results = read_while_killing(small, model, streams)
         assert [r.token_ids for r in results] == [e.token_ids for e in expected]
-        assert stub_pid(small, model) != victim
         assert client.generate(PROMPT, max_tokens=8, ignore_eos=True).num_output_tokens == 8
 
 

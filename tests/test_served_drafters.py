@@ -16,7 +16,7 @@ from angelspec_client import GrpcClient, ServerBusy
 from checks import free_ports
 from random_drafters import random_drafter
 from server import ServerOptions, TritonServer
-from serving import CHAT, PROMPT, Endpoint, stub_pid, wait_until
+from serving import CHAT, PROMPT, Endpoint, read_while_killing, stub_pid
 
 KINDS = ("dfly", "mtp")
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "seed": 5, "ignore_eos": True}
@@ -85,16 +85,9 @@ def test_streams_go_on_with_the_same_tokens_when_a_model_process_is_killed(serve
     options = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
     expected = [client.generate(PROMPT, drafter="none", seed=seed, **options) for seed in range(2)]
     streams = [client.stream(PROMPT, drafter=KINDS[seed], seed=seed, **options) for seed in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(stream.read) for stream in streams]
-        wait_until(lambda: all(s._progress and len(s._progress.chunks) > 5 for s in streams))
-        assert not any(future.done() for future in running)
-        victim = stub_pid(served, model)
-        os.kill(victim, signal.SIGKILL)
-        results = [future.result(timeout=120) for future in running]
+    results = read_while_killing(served, model, streams)
     assert [r.token_ids for r in results] == [e.token_ids for e in expected]
     assert all(result.total_draft_tokens > 0 for result in results)
-    assert stub_pid(served, model) != victim
     after = client.generate(PROMPT, drafter="mtp", max_tokens=8, ignore_eos=True)
     assert (after.num_output_tokens, after.total_draft_tokens > 0) == (8, True)
 

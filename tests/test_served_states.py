@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from angelspec_client import GrpcClient
 from checks import free_ports
 from server import ServerOptions, TritonServer
 from server_config import bundled_drafters
-from serving import CHAT, PROMPT, Endpoint, stub_pid, wait_until
+from serving import CHAT, PROMPT, Endpoint, read_while_killing, stub_pid
 
 KINDS = ("mtp", "dfly")
 PROMPTS = (PROMPT, PROMPT + " a very long story." * 40)  # the second is computed in several steps
@@ -89,12 +87,7 @@ def test_streams_go_on_with_the_same_tokens_when_a_model_process_is_killed(on_de
     options = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
     expected = [client.generate(PROMPT, drafter="none", seed=seed, **options) for seed in range(2)]
     streams = [client.stream(PROMPT, drafter=KINDS[seed], seed=seed, **options) for seed in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(stream.read) for stream in streams]
-        wait_until(lambda: all(s._progress and len(s._progress.chunks) > 5 for s in streams))
-        assert not any(future.done() for future in running)
-        os.kill(stub_pid(on_device, model), signal.SIGKILL)
-        results = [future.result(timeout=120) for future in running]
+    results = read_while_killing(on_device, model, streams)
     assert [r.token_ids for r in results] == [e.token_ids for e in expected]
     assert all(result.total_accepted_draft_tokens > 0 for result in results)
 

@@ -143,7 +143,6 @@ def read_chunk(outputs: Outputs, time_s: float) -> Chunk:
     Raises:
         ServerError: an output that must be there is not.
     """
-
     usage = None
     if "finish_reason" in outputs:
         usage = Usage(

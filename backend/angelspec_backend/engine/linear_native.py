@@ -77,10 +77,9 @@ class NativeMatmul:
         self._weight = same
         self.args.weight = same.data_ptr()
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x: [n, in_features] bf16, dense -> [n, out_features], which is ``out`` if given."""
-        if out is None:
-            out = x.new_empty(len(x), self.out_features)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [n, in_features] bf16, dense -> [n, out_features]"""
+        out = x.new_empty(len(x), self.out_features)
         if self.padding:
             x = F.pad(x, (0, self.padding))
         args = self.args

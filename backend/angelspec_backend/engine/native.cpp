@@ -29,7 +29,7 @@ static void rope_tokens(const RopeArgs& a) {
 template <class T>
 static void silu_and_mul_rows(const T* gate_up, T* out, long rows, long inter, int num_threads) {
     for_each(rows * parts(inter), rows * inter >= PARALLEL_SILU, num_threads,
-             [=](long i) { silu_and_mul(gate_up, Rows<T>::row_major(out, inter), inter, i); });
+             [=](long i) { silu_and_mul(gate_up, out, inter, i); });
 }
 
 template <class T>

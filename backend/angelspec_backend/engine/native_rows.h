@@ -118,16 +118,16 @@ static inline f32v silu_and_mul(f32v gate, f32v up) {
     return round_to<T>(gate * reciprocal(splat(1.0f) + exp(-gate))) * up;
 }
 
-// Part i of the output, PART elements long, of which a row has parts(inter).  gate_up: [rows, 2 * inter]
+// Part i of the output, PART elements long, of which a row has parts(inter).  gate_up: [rows, 2 * inter], out: [rows, inter]
 constexpr long PART = 1024;
 static inline long parts(long inter) { return (inter + PART - 1) / PART; }
 
 template <class T>
-static void silu_and_mul(const T* gate_up, const Rows<T>& out, long inter, long i) {
+static void silu_and_mul(const T* gate_up, T* out, long inter, long i) {
     const long row = i / parts(inter), begin = i % parts(inter) * PART, end = begin + PART < inter ? begin + PART : inter;
     const T *gate = gate_up + row * 2 * inter, *up = gate + inter;
     for (long k = begin; k < end; k += LANES)
-        store(out.at(row, k), silu_and_mul<T>(load(gate + k, end - k), load(up + k, end - k)), end - k);
+        store(out + row * inter + k, silu_and_mul<T>(load(gate + k, end - k), load(up + k, end - k)), end - k);
 }
 
 // The lowest index of the largest value; NaN counts as none.

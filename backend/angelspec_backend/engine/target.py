@@ -76,14 +76,14 @@ def accept(
     """
     tokens: list[int] = []
     emitted: list[int] = []
-    draft, at, sample = drafts.token_ids.tolist(), 0, 0
+    draft, at, first = drafts.token_ids.tolist(), 0, 0
     for length, is_sampling in zip(drafts.lens.tolist(), sampling, strict=True):
         accepted = 0
         if is_sampling:
-            while accepted < length and draft[at + accepted] == samples[sample + accepted]:
+            while accepted < length and draft[at + accepted] == samples[first + accepted]:
                 accepted += 1
-            tokens += samples[sample : sample + accepted + 1]
-            sample += length + 1
+            tokens += samples[first : first + accepted + 1]
+            first += length + 1
         emitted.append(accepted + 1 if is_sampling else 0)
         at += length
     return np.array(tokens, np.int32), np.array(emitted, np.int32)

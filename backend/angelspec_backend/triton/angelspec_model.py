@@ -17,6 +17,7 @@ from typing import Any
 
 from angelspec_backend.core.config import ConfigError, EngineConfig
 from angelspec_backend.core.fields import InvalidRequest
+from angelspec_backend.core.hidden_states import StateArrays
 from angelspec_backend.core.loop import ServerStopping, SpeculativeLoop, StepError
 from angelspec_backend.core.loop_config import DrafterInfo, LoopConfig
 from angelspec_backend.core.params import RequestLimits, Unavailable, parse_request
@@ -113,7 +114,7 @@ class TritonPythonModel:
         try:
             target = executor.target_info()
             drafters = self._drafters(executor, target)
-            config = loop_config(self._config, target, drafters)
+            config = loop_config(self._config, target, drafters, self._states.arrays)
         except (ConfigError, ValueError) as error:
             logger.error("the models do not fit together: %s", error)
             raise Unavailable(f"the server is not configured correctly: {error}") from error
@@ -159,8 +160,12 @@ class TritonPythonModel:
         return tuple(checked)
 
 
-def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[DrafterInfo, ...]) -> LoopConfig:
+def loop_config(
+    config: EngineConfig, target: TargetInfo, drafters: tuple[DrafterInfo, ...], states: StateArrays
+) -> LoopConfig:
     """The loop's limits: the configuration's, within what the target can do.
+
+    states: how hidden states are handled.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -181,7 +186,7 @@ def loop_config(config: EngineConfig, target: TargetInfo, drafters: tuple[Drafte
         adaptive_drafts=config.adaptive_drafts,
         max_slowdown=config.max_slowdown,
         prefix_caching=config.prefix_caching,
-        state_arrays=bridge.states_on(config.hidden_states_on).arrays,
+        state_arrays=states,
     )
 
 
